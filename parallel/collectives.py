@@ -1,0 +1,250 @@
+"""Role-tagged, fail-closed collectives: the only module that moves tensors between ranks.
+
+A row-parallel product is a :class:`Partial`, which only :meth:`PhaseView.row_reduce` opens. Every call names a role and a site; a role that the
+active phase does not own, a wrong gather order, or another number of calls than one forward makes is an error on the rank that made it, and the
+:class:`~.ledger.Ledger` digest lets ranks find out that they differ. Bias, where a model has one, is added once, after the reduction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .groups import ProcessGroups
+from .ledger import Ledger, Role
+from .plan import ParallelPlan, Phase, Topology
+
+PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
+    "prefill": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
+    "decode": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
+    "denoise": frozenset(
+        {"row_reduce", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
+    ),
+}
+_POLL = timedelta(milliseconds=250)
+
+
+class CollectiveError(RuntimeError):
+    """A guard of this module fired; the message names phase, role and site."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A peer did not join a collective in time."""
+
+
+class Partial:
+    """An unreduced row-parallel product, one summand per tensor-parallel rank. Only a reducing collective opens it."""
+
+    __slots__ = ("_summand", "site")
+
+    def __init__(self, summand: torch.Tensor, site: str):
+        if not site:
+            raise CollectiveError("a partial product without a site cannot be traced; name the projection it comes from")
+        self._summand = summand
+        self.site = site
+
+    def __add__(self, other: Partial) -> Partial:
+        """Two summands of one later reduction, for example routed and shared experts."""
+        if not isinstance(other, Partial):
+            raise CollectiveError(f"{self.site} is not reduced yet and {type(other).__name__} is; call row_reduce first")
+        return Partial(self._summand + other._summand, self.site)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> None:
+        site = next((a.site for a in args if isinstance(a, Partial)), "a projection")
+        raise CollectiveError(f"{site} is an unreduced partial product and reached {getattr(func, '__name__', func)}; call row_reduce first")
+
+    def __getattr__(self, name: str) -> object:
+        raise CollectiveError(f"{self.site} is an unreduced partial product and has no {name}; call row_reduce first")
+
+
+class Communicator:
+    """This rank's collectives under one plan. ``fault_check`` raises when a peer has published a fault; waits call it every 250 ms."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        groups: ProcessGroups,
+        *,
+        timeout_s: float = 60.0,
+        fault_check: Callable[[], None] = lambda: None,
+    ):
+        self.plan = plan
+        self.groups = groups
+        self.timeout_s = timeout_s
+        self.fault_check = fault_check
+        self.ledger = Ledger()
+        self._views = {phase: PhaseView(self, plan.topology(phase)) for phase in PHASE_ROLES}
+
+    def phase(self, phase: Phase) -> PhaseView:
+        """The immutable view of one phase. Views are made once; taking one creates no group and allocates nothing."""
+        return self._views[phase]
+
+    def control_gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Host-side all-gather of a few int64 over all ranks, by rank; the basis of keys, stop words and digests."""
+        if self.plan.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(list(values), dtype=torch.int64)
+        out = [torch.empty_like(mine) for _ in range(self.plan.world_size)]
+        self.wait(dist.all_gather(out, mine, group=self.groups.control, async_op=True), "control")
+        return [t.tolist() for t in out]
+
+    def broadcast(self, tensor: torch.Tensor, site: str, phase: Phase | None = None) -> torch.Tensor:
+        """Rank 0's ``tensor`` on every rank, in place; dtype and shape must already agree."""
+        self.ledger.record(phase or "section", "broadcast", site, tensor.shape, str(tensor.dtype))
+        if self.plan.world_size == 1:
+            return tensor
+        group = self.groups.for_ranks(tuple(range(self.plan.world_size))) if tensor.is_cuda else self.groups.control
+        self.wait(dist.broadcast(tensor, src=0, group=group, async_op=True), site)
+        return tensor
+
+    def gather(self, tensor: torch.Tensor, ranks: tuple[int, ...], site: str) -> list[torch.Tensor]:
+        """Chunks of all ``ranks`` in that order (not in the group's physical order)."""
+        if len(ranks) == 1:
+            return [tensor]
+        group = self.groups.for_ranks(ranks)
+        chunks = [torch.empty_like(tensor) for _ in ranks]
+        self.wait(dist.all_gather(chunks, tensor, group=group, async_op=True), site)
+        physical = sorted(ranks)
+        return [chunks[physical.index(rank)] for rank in ranks]
+
+    def all_to_all(self, chunks: torch.Tensor, ranks: tuple[int, ...], site: str) -> torch.Tensor:
+        """``chunks[i]`` goes to ``ranks[i]``; result ``[i]`` came from ``ranks[i]``. ``ranks`` is ascending."""
+        out = torch.empty_like(chunks)
+        self.wait(dist.all_to_all_single(out, chunks, group=self.groups.for_ranks(ranks), async_op=True), site)
+        return out
+
+    def wait(self, work: dist.Work, site: str) -> None:
+        """Wait without ever being stuck: NCCL orders streams, gloo is polled for faults of peers and for the timeout."""
+        if self.groups.backend == "nccl" and site != "control":
+            work.wait()
+            return
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError as error:
+                self.fault_check()
+                if work.is_completed():
+                    raise CollectiveError(f"a peer left the collective at {site}: {str(error).splitlines()[0]}") from error
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"a peer did not join the collective at {site} within {self.timeout_s:.0f} s") from error
+
+    def destroy(self) -> None:
+        self.groups.destroy()
+
+
+class PhaseView:
+    """What a forward pass may communicate in one phase: its topology and the collectives of the roles that the phase owns."""
+
+    def __init__(self, comm: Communicator, topology: Topology):
+        self.comm = comm
+        self.topology = topology
+        self.phase: Phase = topology.phase
+
+    def _record(self, role: Role, site: str, tensor: torch.Tensor, order: Sequence[int] = ()) -> None:
+        if role not in PHASE_ROLES[self.phase]:
+            owners = [phase for phase, roles in PHASE_ROLES.items() if role in roles]
+            raise CollectiveError(f"{site}: role {role} does not belong to phase {self.phase}; it belongs to {', '.join(owners)}")
+        self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), order)
+
+    @contextmanager
+    def forward(self, expected: Mapping[Role, int], name: str) -> Iterator[None]:
+        """Body must make exactly ``expected`` collectives of each role; another number raises, naming the roles."""
+        before = self.comm.ledger.counts.copy()
+        yield
+        made = self.comm.ledger.counts.copy()
+        made.subtract(before)
+        wrong = [f"{role} {made[role]} instead of {expected.get(role, 0)}" for role in made if made[role] != expected.get(role, 0)]
+        wrong += [f"{role} 0 instead of {n}" for role, n in expected.items() if n and role not in made]
+        if wrong:
+            raise CollectiveError(f"{name} in phase {self.phase} made a wrong number of collectives: {', '.join(sorted(wrong))}")
+
+    def row_reduce(self, partial: Partial) -> torch.Tensor:
+        """Sum of a partial product over the tensor-parallel group; identical bits on all its ranks.
+
+        On gloo the summands are gathered and added in logical rank order, so that the sum does not depend on a ring's schedule.
+        """
+        if not isinstance(partial, Partial):
+            raise CollectiveError(
+                f"row_reduce got a {type(partial).__name__}, not a partial product; a column-parallel or reduced tensor must not be summed again"
+            )
+        summand = partial._summand
+        self._record("row_reduce", partial.site, summand)
+        ranks = self.topology.tp_ranks
+        if len(ranks) == 1:
+            return summand
+        if self.comm.groups.backend == "nccl":
+            self.comm.wait(dist.all_reduce(summand, group=self.comm.groups.for_ranks(ranks), async_op=True), partial.site)
+            return summand
+        chunks = self.comm.gather(summand.contiguous(), ranks, partial.site)
+        total = chunks[0].clone()
+        for chunk in chunks[1:]:
+            total += chunk
+        return total
+
+    def vocab_gather(self, logits: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:
+        """``[T, V/tp]`` on each rank -> ``[T, V]``, vocabulary rows in logical rank order, which the caller states."""
+        self._require_order(order, self.topology.tp_ranks, site)
+        self._record("vocab_gather", site, logits, order)
+        return torch.cat(self.comm.gather(logits.contiguous(), order, site), dim=-1)
+
+    def seq_to_heads(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Ulysses, first half: ``[T/sp, heads, …]`` -> ``[T, heads/sp, …]``; ``heads`` counts what travels together (KV groups)."""
+        self._record("seq_to_heads", site, x)
+        sp = self.topology.sp_size
+        if sp == 1:
+            return x
+        rows, heads = x.shape[:2]
+        chunks = x.reshape(rows, sp, heads // sp, *x.shape[2:]).transpose(0, 1).contiguous()
+        return self.comm.all_to_all(chunks, self.topology.sp_ranks, site).flatten(0, 1)
+
+    def heads_to_seq(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Ulysses, second half: ``[T, heads/sp, …]`` -> ``[T/sp, heads, …]``."""
+        self._record("heads_to_seq", site, x)
+        sp = self.topology.sp_size
+        if sp == 1:
+            return x
+        rows, heads = x.shape[:2]
+        chunks = x.reshape(sp, rows // sp, heads, *x.shape[2:]).contiguous()
+        out = self.comm.all_to_all(chunks, self.topology.sp_ranks, site)
+        return out.transpose(0, 1).reshape(rows // sp, sp * heads, *x.shape[2:])
+
+    def kv_gather(self, kv: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:
+        """``[T/sp, …]`` -> ``[T, …]`` over the sequence-parallel group."""
+        return self._sequence("kv_gather", kv, site, order)
+
+    def seq_gather(self, hidden: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:
+        """``[T/sp, H]`` -> ``[T, H]`` over the sequence-parallel group."""
+        return self._sequence("seq_gather", hidden, site, order)
+
+    def _sequence(self, role: Role, x: torch.Tensor, site: str, order: tuple[int, ...]) -> torch.Tensor:
+        self._require_order(order, self.topology.sp_ranks, site)
+        self._record(role, site, x, order)
+        if len(order) == 1:
+            return x
+        return torch.cat(self.comm.gather(x.contiguous(), order, site), dim=0)
+
+    def replica_kv_gather(self, kv: torch.Tensor, site: str) -> list[torch.Tensor]:
+        """KV of one row from every replica of this rank's shard, by micro shard; fetches the heads that decode left with the partners."""
+        ranks = self.comm.plan.replica_ranks
+        self._record("kv_gather", site, kv, ranks)
+        return self.comm.gather(kv.contiguous(), ranks, site)
+
+    def cfg_gather(self, prediction: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:
+        """``[rows/cfg, …]`` -> ``[rows, …]``, branch 0 (conditional) first."""
+        self._require_order(order, self.topology.cfg_ranks, site)
+        self._record("cfg_gather", site, prediction, order)
+        if len(order) == 1:
+            return prediction
+        return torch.cat(self.comm.gather(prediction.contiguous(), order, site), dim=0)
+
+    def _require_order(self, order: tuple[int, ...], expected: tuple[int, ...], site: str) -> None:
+        if tuple(order) != expected:
+            raise CollectiveError(f"{site}: gather order {tuple(order)} is not the {self.phase} order {expected}; take it from the topology")

@@ -1,0 +1,94 @@
+"""Process groups: the only module that creates or destroys them.
+
+All groups of a plan are created together, once; a phase switch picks another group and creates none. A fault destroys them all (that
+is what frees a peer that waits inside a collective) and the next section creates the next generation.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .plan import ParallelPlan
+
+
+class ProcessGroups:
+    """The groups of one plan on one rank. ``create`` is collective: every rank calls it with the same plan and generation."""
+
+    def __init__(self, plan: ParallelPlan, by_ranks: dict[tuple[int, ...], dist.ProcessGroup], control: dist.ProcessGroup | None, backend: str):
+        self._plan = plan
+        self._by_ranks = by_ranks
+        self._control = control
+        self.backend = backend
+        self._alive = True
+
+    @classmethod
+    def create(
+        cls, plan: ParallelPlan, *, store: dist.Store | None, generation: int, device_type: str, timeout_s: float
+    ) -> ProcessGroups:
+        """``store`` may be None only for a world of one, which needs no groups.
+
+        Keys live below the generation's prefix, so nothing a dead generation left in the store is read again.
+        """
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        if plan.world_size == 1:
+            return cls(plan, {}, None, backend)
+        if store is None:
+            raise ValueError(f"plan {plan.name} with {plan.world_size} ranks needs a rendezvous store; start the ranks with the launcher")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A peer that never arrives must not hold this rank for gloo's default of 30 minutes.
+        limit = timedelta(seconds=max(timeout_s, 10.0))
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"groups/{generation}", store),
+            rank=plan.rank,
+            world_size=plan.world_size,
+            timeout=limit,
+        )
+        everyone = tuple(range(plan.world_size))
+        by_ranks = {}
+        for ranks in plan.groups():
+            # new_group is collective over the world, members or not, hence the same loop on every rank.
+            group = dist.new_group(list(ranks), backend=backend, timeout=limit)
+            if plan.rank in ranks:
+                by_ranks[ranks] = group
+        control = dist.group.WORLD
+        if device_type == "cpu" and everyone not in by_ranks:
+            by_ranks[everyone] = control
+        return cls(plan, by_ranks, control, backend)
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """Gloo over all ranks, for host-side agreement; None in a world of one."""
+        self._require_alive()
+        return self._control
+
+    def for_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Group of these physical ranks (any order), None when it is this rank alone."""
+        self._require_alive()
+        if len(ranks) == 1:
+            return None
+        key = tuple(sorted(ranks))
+        if key not in self._by_ranks:
+            raise KeyError(f"ranks {key} form no group of plan {self._plan.name}; groups are made once, at start-up")
+        return self._by_ranks[key]
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def _require_alive(self) -> None:
+        if not self._alive:
+            raise RuntimeError("these process groups were destroyed after a fault; open a new section first")
+
+    def destroy(self) -> None:
+        """Close every connection at once; a peer that waits in a collective of these groups fails there. Never collective itself."""
+        if not self._alive:
+            return
+        self._alive = False
+        self._by_ranks.clear()
+        self._control = None
+        if self._plan.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
