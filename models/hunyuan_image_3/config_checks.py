@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .config_fields import ConfigError, Fields
 
 if TYPE_CHECKING:
-    from .config import HunyuanImage3Config
+    from .config import HunyuanImage3Config, VaeConfig
 
 ARCHITECTURE = "HunyuanImage3ForCausalMM"
 GROUP_NORM_GROUPS = 32
@@ -92,8 +92,22 @@ def check_sizes(config: HunyuanImage3Config, fields: Fields) -> None:
     for name, value, other_name, other in equal:
         if value != other:
             raise ConfigError(f"{fields.where}: {name} {value} must equal {other_name} ({other}); the file is damaged.")
+    _check_vae_folds(config.vae, fields)
     for layer, (experts, topk) in enumerate(zip(config.num_experts, config.moe_topk, strict=True)):
         if topk > experts:
             raise ConfigError(
                 f"{fields.where}: moe_topk {topk} exceeds num_experts {experts} in layer {layer}; the file is damaged."
+            )
+
+
+def _check_vae_folds(vae: VaeConfig, fields: Fields) -> None:
+    """Down- and up-sampling move space and time into channels; the widths on both sides must fit that."""
+    widths = vae.block_out_channels
+    for level in range(vae.spatial_levels):
+        fold = 4 * (2 if level >= vae.spatial_levels - vae.temporal_levels else 1)
+        near, far = widths[level], widths[level + 1]
+        if far % fold or fold * near % far:
+            raise ConfigError(
+                f"{fields.where}: vae.block_out_channels {near} then {far} do not fit a space-to-channel fold of {fold}; "
+                "the file is damaged."
             )
