@@ -152,7 +152,9 @@ class PhaseView:
         if role not in PHASE_ROLES[self.phase]:
             owners = [phase for phase, roles in PHASE_ROLES.items() if role in roles]
             raise CollectiveError(f"{site}: role {role} does not belong to phase {self.phase}; it belongs to {', '.join(owners)}")
-        self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), order)
+        # Relative places, because ranks of other groups make the same gather over other physical ranks.
+        relative = [sorted(order).index(rank) for rank in order]
+        self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), relative)
 
     @contextmanager
     def forward(self, expected: Mapping[Role, int], name: str) -> Iterator[None]:
