@@ -1,0 +1,132 @@
+"""Denoising: velocities of guided rows under any plan, and the release's own Euler loop (spec 4.5, 4.6).
+
+Letters: b pictures, n rows (conditional and unconditional rows of all pictures), C latent channels, h×w token grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from ...parallel.collectives import PhaseView
+from .model import BlockRow, HunyuanImage3Model, ReferenceFeatures, StepInputs
+from .prefix import PrefixStore
+from .schedule import euler_step
+from .token_row import TokenRow
+
+Branch = Literal["cond", "uncond"]
+CfgMode = Literal["batched", "serial"]
+CFG_MODES: tuple[CfgMode, ...] = get_args(CfgMode)
+_BRANCH_INDEX: dict[Branch, int] = {"cond": 0, "uncond": 1}
+
+
+@dataclass(frozen=True)
+class DenoiseRow:
+    """One row of a step: its tokens, its guidance branch, its conditioning pictures, and which latent it denoises."""
+
+    row: TokenRow
+    branch: Branch
+    features: tuple[ReferenceFeatures, ...] = ()
+    latent: int = 0
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step of :func:`sample` for comparisons: ``latent_in``, ``pred_cond``, ``pred_uncond`` (or None) and the guided ``pred``, each [b, C, h, w]."""
+
+    latent_in: torch.Tensor
+    pred_cond: torch.Tensor
+    pred_uncond: torch.Tensor | None
+    pred: torch.Tensor
+
+
+class Denoiser:
+    """Velocity of rows on all ranks of a plan; equal bits everywhere."""
+
+    def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched"):
+        if cfg_mode not in CFG_MODES:
+            raise ValueError(f"unknown CFG mode {cfg_mode!r}; choose one of {', '.join(CFG_MODES)}")
+        self._model = model
+        self._prefixes = prefixes
+        self.cfg_mode = cfg_mode
+
+    def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """``latents [b, C, h, w]`` fp32 -> velocity ``[n, C, h, w]`` fp32 in the order of ``rows``.
+
+        With CFG parallel and as many conditional as unconditional rows, each half of the ranks computes one branch; otherwise every rank
+        computes every row.
+        """
+        view = self._model.comm.phase("denoise")
+        by_branch = [[i for i, row in enumerate(rows) if _BRANCH_INDEX[row.branch] == b] for b in range(2)]
+        split = view.topology.cfg_size > 1 and len(by_branch[0]) == len(by_branch[1]) > 0
+        everywhere = frozenset(range(view.topology.cfg_size))
+        caches = []
+        for row in rows:
+            branches = frozenset({_BRANCH_INDEX[row.branch]}) if split else everywhere
+            caches.append(self._prefixes.prepare(row.row, row.features, branches).cache)
+        mine = by_branch[view.topology.cfg_rank] if split else list(range(len(rows)))
+        blocks = [BlockRow(rows[i].row, caches[i], rows[i].latent) for i in mine]
+        out = self._forward(blocks, latents, step)
+        if not split:
+            return out
+        gathered = self._gather_branches(out, view)
+        velocity = torch.empty_like(gathered)
+        velocity[by_branch[0] + by_branch[1]] = gathered
+        return velocity
+
+    def _forward(self, blocks: list[BlockRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        if self.cfg_mode == "batched":
+            return self._model.denoise(blocks, latents, step)
+        return torch.cat([self._model.denoise([block], latents, step) for block in blocks])
+
+    @staticmethod
+    def _gather_branches(out: torch.Tensor, view: PhaseView) -> torch.Tensor:
+        with view.forward({"cfg_gather": 1}, "guidance branches"):
+            return view.cfg_gather(out, "cfg.velocity", order=view.topology.cfg_ranks)
+
+
+def guide(cond: torch.Tensor, uncond: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Classifier-free guidance ``u + scale·(c - u)``; without an unconditional branch the conditional velocity itself."""
+    return cond if uncond is None else uncond + scale * (cond - uncond)
+
+
+def sample(
+    denoiser: Denoiser,
+    cond: TokenRow,
+    uncond: TokenRow | None,
+    noise: torch.Tensor,
+    sigmas: torch.Tensor,
+    *,
+    guidance: float,
+    features: tuple[ReferenceFeatures, ...] = (),
+    distilled: bool = False,
+    check: Callable[[int, int], None] = lambda done, total: None,
+    trace: Callable[[int, StepTrace], None] | None = None,
+) -> torch.Tensor:
+    """Euler from ``noise [b, C, h, w]`` along ``sigmas [N+1]``; returns the final latent, still multiplied by the VAE's scaling factor.
+
+    ``guidance`` is the CFG scale, or the embedded value for distilled checkpoints. A scale of 1 or less runs the conditional row alone.
+    ``check(done, total)`` runs before every step and may stop the loop on all ranks.
+    """
+    latent = noise.float()
+    guided = uncond is not None and guidance > 1 and not distilled
+    pictures, steps = latent.shape[0], len(sigmas) - 1
+    rows = [DenoiseRow(cond, "cond", features, b) for b in range(pictures)]
+    if guided:
+        rows += [DenoiseRow(uncond, "uncond", features, b) for b in range(pictures)]
+    for index in range(steps):
+        check(index, steps)
+        sigma, after = float(sigmas[index]), float(sigmas[index + 1])
+        timesteps = 1000.0 * sigmas[index : index + 2]
+        step = StepInputs(float(timesteps[0]), float(timesteps[1]), guidance if distilled else None)
+        velocity = denoiser.velocity(rows, latent, step)
+        pred_cond, pred_uncond = velocity[:pictures], velocity[pictures:] if guided else None
+        pred = guide(pred_cond, pred_uncond, guidance)
+        if trace is not None:
+            trace(index, StepTrace(latent, pred_cond, pred_uncond, pred))
+        latent = euler_step(latent, pred, sigma, after)
+    check(steps, steps)
+    return latent

@@ -1,0 +1,158 @@
+"""The engine of one loaded checkpoint on one rank: text, pictures, VAE. Every rank of the plan makes the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...parallel.collectives import Communicator
+from ...parallel.plan import ParallelPlan
+from .config import HunyuanImage3Config
+from .denoise import CfgMode, Denoiser, DenoiseRow, StepTrace, sample
+from .loading import LoadOptions, load_model
+from .model import HunyuanImage3Model, ReferenceFeatures, StepInputs
+from .prefix import PrefixStore
+from .references import EncodedReference, PreparedReference, draw_noise, encode_reference
+from .resolution import ResolutionTable
+from .schedule import flow_sigmas
+from .sequence import CondImage, ImageRows, resolution_table
+from .text_generation import TextGenerator, TextRequest, TextResult
+from .tokenizer import HunyuanTokenizer
+
+Check = Callable[[int, int], None]
+Report = Callable[[dict[str, Any]], None]
+
+
+class NotFiniteError(RuntimeError):
+    """A result holds NaN or infinity; it is never shown as a picture."""
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One denoise run. ``seeds``: one per picture of the batch. ``guidance``: CFG scale, or the embedded value of a distilled checkpoint."""
+
+    rows: ImageRows
+    steps: int
+    guidance: float
+    flow_shift: float
+    seeds: tuple[int, ...]
+    features: tuple[ReferenceFeatures, ...] = ()
+    noise: torch.Tensor | None = None
+    """``[b, C, h, w]`` when the caller has drawn it already; else it is drawn from ``seeds``."""
+
+
+class Engine:
+    """Owns nothing global: one object per rank and checkpoint. Pure calls over the model, the prefix store and the tokenizer."""
+
+    def __init__(self, model: HunyuanImage3Model, tokenizer: HunyuanTokenizer, *, cfg_mode: CfgMode = "batched", reuse_text: bool = True):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prefixes = PrefixStore(model, reuse_text=reuse_text)
+        self.denoiser = Denoiser(model, self.prefixes, cfg_mode=cfg_mode)
+        self.table: ResolutionTable = resolution_table(model.config, tokenizer)
+        self.text = TextGenerator(model, tokenizer, self.table, self.prefixes)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        plan: ParallelPlan,
+        comm: Communicator,
+        options: LoadOptions,
+        *,
+        device: torch.device,
+        cfg_mode: CfgMode = "batched",
+        reuse_text: bool = True,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Engine:
+        """Collective. Raises before memory is spent when the folder, the plan or the device does not fit."""
+        tokenizer = HunyuanTokenizer.from_folder(folder, HunyuanImage3Config.from_folder(folder))
+        model = load_model(folder, plan, comm, options, device=device, progress=progress)
+        return cls(model, tokenizer, cfg_mode=cfg_mode, reuse_text=reuse_text)
+
+    @property
+    def config(self) -> HunyuanImage3Config:
+        return self.model.config
+
+    def connect(self, comm: Communicator) -> None:
+        """Go on with the communicator of a new generation after a fault; weights stay, everything computed with peers is dropped."""
+        self.model.comm = comm
+        self.prefixes.clear()
+
+    def encode_references(self, prepared: Sequence[PreparedReference], noises: Sequence[torch.Tensor]) -> list[EncodedReference]:
+        return [encode_reference(self.model, picture, noise) for picture, noise in zip(prepared, noises, strict=True)]
+
+    def generate_text(
+        self,
+        request: TextRequest,
+        *,
+        features: Sequence[ReferenceFeatures] = (),
+        cond_images: Sequence[CondImage] = (),
+        check: Check = lambda done, total: None,
+        report: Report = lambda event: None,
+        trace: Callable[[torch.Tensor], None] | None = None,
+    ) -> TextResult:
+        return self.text.generate(
+            request, features=features, cond_images=cond_images, check=check, report=report, trace=trace
+        )
+
+    def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """``latents [b, C, h, w]`` -> ``[n, C, h, w]`` fp32; one step of somebody else's sampler."""
+        out = self.denoiser.velocity(rows, latents.to(self.model.device, torch.float32), step)
+        return _require_finite(out, f"the velocity at timestep {step.timestep:g}")
+
+    def sample(
+        self,
+        request: ImageRequest,
+        *,
+        check: Check = lambda done, total: None,
+        trace: Callable[[int, StepTrace], None] | None = None,
+    ) -> torch.Tensor:
+        """The official Euler loop; final latent ``[b, C, h, w]``, still multiplied by the VAE's scaling factor."""
+        noise = request.noise if request.noise is not None else self.draw(request)
+        latent = sample(
+            self.denoiser,
+            request.rows.cond,
+            request.rows.uncond,
+            noise.to(self.model.device),
+            flow_sigmas(request.steps, request.flow_shift),
+            guidance=request.guidance,
+            features=request.features,
+            distilled=self.config.cfg_distilled,
+            check=check,
+            trace=trace,
+        )
+        return _require_finite(latent, "the final latent")
+
+    def draw(self, request: ImageRequest) -> torch.Tensor:
+        """Initial noise ``[b, C, h, w]``, one generator per picture."""
+        factor = self.config.vae.ffactor_spatial
+        shape = (1, self.config.vae.latent_channels, request.rows.height // factor, request.rows.width // factor)
+        references = [(1, *feature.latent.shape) for feature in request.features]
+        return torch.cat([draw_noise(seed, references, shape)[1] for seed in request.seeds])
+
+    @torch.inference_mode()
+    def vae_decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Unscaled latents ``[b, C, h, w]`` -> pixels ``[b, 3, H, W]`` fp32, nominally [-1, 1], not clamped."""
+        pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32))
+        return _require_finite(pixels, "the decoded picture")
+
+    @torch.inference_mode()
+    def vae_encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels ``[b, 3, H, W]`` in [-1, 1] -> posterior ``mean, logvar [b, C, h, w]``, unscaled."""
+        return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32))
+
+    def unscale(self, latent: torch.Tensor) -> torch.Tensor:
+        """Diffusion latent to VAE latent (spec 4.7)."""
+        vae = self.config.vae
+        return latent / vae.scaling_factor + (vae.shift_factor or 0.0)
+
+
+def _require_finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    if not bool(torch.isfinite(tensor).all()):
+        raise NotFiniteError(f"{what} holds NaN or infinity, so no picture is made from it; try weight dtype bf16 or fp32, or check the model files")
+    return tensor

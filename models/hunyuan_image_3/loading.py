@@ -1,0 +1,144 @@
+"""From an official folder to one rank's model: check everything, allocate once, read only this rank's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
+from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, tensor_digests
+from ...parallel.collectives import Communicator
+from ...parallel.plan import PHASES, ParallelPlan
+from ...parallel.slicing import ShardingTable
+from .config import HunyuanImage3Config
+from .model import HunyuanImage3Model
+from .sharding import AROUND, ROUTER, TRUNK, VAE, sharding_table
+from .weights import around_modules, phase_weights
+
+WeightDtype = Literal["auto", "bf16", "fp32"]
+WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
+# Room for activations, KV caches and the workspace of libraries beside the weights.
+DEVICE_HEADROOM = 2 << 30
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json."""
+
+    weight_dtype: WeightDtype = "auto"
+    moe_layout: MoeLayout = "micro_major"
+    moe_path: MoePath = "multi_micro"
+
+    def __post_init__(self) -> None:
+        for what, value, choices in (
+            ("weight dtype", self.weight_dtype, WEIGHT_DTYPES),
+            ("MoE layout", self.moe_layout, MOE_LAYOUTS),
+            ("MoE path", self.moe_path, MOE_PATHS),
+        ):
+            if value not in choices:
+                raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
+        if self.moe_layout == "expert_major" and self.moe_path == "two_dispatch":
+            raise ValueError(
+                "MoE path two_dispatch runs one dispatch per micro shard, which expert_major has merged; choose micro_major"
+            )
+
+
+def trunk_dtype(config: HunyuanImage3Config, choice: WeightDtype) -> torch.dtype:
+    name = {"auto": config.dtype, "bf16": "bfloat16", "fp32": "float32"}[choice]
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def kind_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The router and the VAE stay fp32 (spec 2.7), the rest follows the trunk."""
+    return {TRUNK: dtype, AROUND: dtype, ROUTER: torch.float32, VAE: torch.float32}
+
+
+def load_model(
+    folder: str | Path,
+    plan: ParallelPlan,
+    comm: Communicator,
+    options: LoadOptions,
+    *,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> HunyuanImage3Model:
+    """Collective over the plan's ranks (replicas compare their weights at the end).
+
+    Raises:
+        ConfigError, CheckpointError, ShardingError, PlanError: before memory is spent; the sentence says what to do.
+    """
+    config = HunyuanImage3Config.from_folder(folder)
+    checkpoint = Checkpoint(folder)
+    table = sharding_table(config, plan, options.moe_layout)
+    checkpoint.check(table)
+    dtype = trunk_dtype(config, options.weight_dtype)
+    dtypes = kind_dtypes(dtype)
+    need = table.bytes_resident({kind: torch.empty((), dtype=d).element_size() for kind, d in dtypes.items()})
+    check_device_memory(device, need, plan)
+    resident = allocate(table, dtypes, device)
+    checkpoint.load(table, resident, progress=progress)
+    refuse_nan(resident)
+    compare_replicas(table, resident, comm)
+    return build_model(config, plan, comm, options, table, resident, device=device, dtype=dtype)
+
+
+def build_model(
+    config: HunyuanImage3Config,
+    plan: ParallelPlan,
+    comm: Communicator,
+    options: LoadOptions,
+    table: ShardingTable,
+    resident: dict[str, torch.Tensor],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> HunyuanImage3Model:
+    """A model over tensors that are already in their final place."""
+    kinds = {name: target.kind for name, target in table.targets.items()}
+    weights = {
+        phase: phase_weights(config, plan, resident, phase=phase, layout=options.moe_layout, path=options.moe_path)
+        for phase in PHASES
+    }
+    around = around_modules(config, resident, kinds)
+    return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype)
+
+
+def check_device_memory(device: torch.device, need: int, plan: ParallelPlan) -> None:
+    """A device that is too small is refused before the first byte, with needed and free GB."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if need + DEVICE_HEADROOM > free:
+        raise CheckpointError(
+            f"rank {plan.rank} needs {(need + DEVICE_HEADROOM) / 1e9:.1f} GB for plan {plan.name} but {free / 1e9:.1f} GB of its GPU are free; "
+            "close other programs, or choose plan tp with more ranks"
+        )
+
+
+def refuse_nan(resident: dict[str, torch.Tensor]) -> None:
+    """A damaged download shows as NaN or infinity long before it shows as a picture."""
+    for name in sorted(resident):
+        if not bool(torch.isfinite(resident[name].sum(dtype=torch.float32))):
+            raise CheckpointError(
+                f"weights of {name} hold NaN or infinity; the checkpoint is damaged, download it again"
+            )
+
+
+def compare_replicas(table: ShardingTable, resident: dict[str, torch.Tensor], comm: Communicator) -> None:
+    """Ranks that hold the same shard must hold the same bits; replicated tensors must agree on all ranks."""
+    if comm.plan.world_size == 1:
+        return
+    names, sums = zip(*tensor_digests(resident), strict=True)
+    by_rank = comm.control_gather([s - (1 << 63) for s in sums])
+    for number, name in enumerate(names):
+        everywhere = table.targets[name].role == "replicated"
+        for rank, values in enumerate(by_rank):
+            first = 0 if everywhere else rank % comm.plan.storage_tp
+            if values[number] != by_rank[first][number]:
+                raise CheckpointError(
+                    f"rank {rank} read other weights for {name} than rank {first}; the model folders of the ranks differ, use one folder"
+                )

@@ -1,0 +1,200 @@
+"""One rank's model: the trunk in each phase and the modules around it, as three calls: prefill, decode, denoise.
+
+Every rank of the plan makes the same calls with the same arguments; results are equal on all of them, bit by bit.
+
+Letters: T tokens, H hidden, C latent channels, n rows computed together, h×w token grid of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.attention import plan_runs
+from ...parallel.collectives import Communicator, PhaseView
+from ...parallel.plan import ParallelPlan, Phase
+from .config import HunyuanImage3Config
+from .kv_cache import KVCache
+from .token_row import TokenRow, rope_tables
+from .transformer import ForwardBatch, Slot, TrunkWeights, embed, forward_layers, local_rows, logits, padded_length
+from .weights import Around
+
+
+@dataclass(frozen=True)
+class ReferenceFeatures:
+    """One conditioning picture as the trunk takes it: scaled ``latent [C, h, w]`` and aligned ``vit [slots, H]``; ``digest`` names both."""
+
+    latent: torch.Tensor
+    vit: torch.Tensor
+    digest: str
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a denoise step adds to the rows: ``timestep`` t = 1000·σ, ``timestep_r`` the next one (MeanFlow), ``guidance`` (distilled)."""
+
+    timestep: float
+    timestep_r: float | None = None
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One row of a denoise call: its prefix is in ``cache``; ``latent`` indexes the call's latents."""
+
+    row: TokenRow
+    cache: KVCache
+    latent: int
+
+
+class HunyuanImage3Model:
+    """Weights of all phases over one set of resident tensors."""
+
+    def __init__(
+        self,
+        config: HunyuanImage3Config,
+        plan: ParallelPlan,
+        comm: Communicator,
+        weights: Mapping[Phase, TrunkWeights],
+        around: Around,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.config = config
+        self.plan = plan
+        self.comm = comm
+        self.weights = weights
+        self.around = around
+        self.device = device
+        self.dtype = dtype
+
+    def new_cache(self, capacity: int, phase: Phase) -> KVCache:
+        """Empty cache with the KV heads that this rank attends with in ``phase``."""
+        micros = len(self.plan.denoise_micros()) if phase == "denoise" else 1
+        heads = self.config.num_key_value_heads // self.plan.world_size * micros
+        return KVCache.allocate(
+            self.config.num_hidden_layers, capacity, heads, self.config.head_dim, dtype=self.dtype, device=self.device
+        )
+
+    def tables(self, row: TokenRow, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary ``cos, sin [stop-start, d]`` of a row's positions, fp32."""
+        positions = row.positions(self.config.cond_token_attn_type, rope_type=self.config.rope_type)[start:stop]
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        return cos.to(self.device), sin.to(self.device)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        row: TokenRow,
+        start: int,
+        stop: int,
+        cache: KVCache,
+        features: Sequence[ReferenceFeatures] = (),
+        probe: Mapping[str, list] | None = None,
+    ) -> torch.Tensor:
+        """Positions ``[start, stop)`` of ``row`` through the trunk; the cache already holds what lies before. Returns hidden ``[T, H]``."""
+        view, weights = self.comm.phase("prefill"), self.weights["prefill"]
+        ids = torch.tensor(row.tokens[start:stop], dtype=torch.int64, device=self.device)
+        with view.forward({"row_reduce": 1}, "embedding"):
+            hidden = embed(ids, weights, view)
+        self._insert_references(hidden, row, start, stop, features)
+        slices = [s for s in row.full_slices(self.config.cond_token_attn_type) if s[0] < stop]
+        cos, sin = self.tables(row, start, stop)
+        slot = Slot(cache, start, stop - start, plan_runs(start, stop, slices), cos, sin)
+        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), stop - start), view, self.plan.attention, probe)
+        cache.length = stop
+        return hidden
+
+    def _insert_references(
+        self, hidden: torch.Tensor, row: TokenRow, start: int, stop: int, features: Sequence[ReferenceFeatures]
+    ) -> None:
+        """Continuous embeddings replace token embeddings *after* the vocabulary reduction (spec section 8)."""
+        if len(features) != len(row.cond):
+            raise ValueError(f"the row has {len(row.cond)} conditioning pictures but {len(features)} were given")
+        for span, feature in zip(row.cond, features, strict=True):
+            if not start <= span.timestep_index < stop:
+                continue
+            zero = torch.zeros(1, device=self.device)
+            image = self.around.patch_embed(feature.latent.unsqueeze(0), self.around.time_embed(zero))[0]
+            hidden[span.timestep_index - start] = self.around.timestep_emb(zero)[0].to(hidden.dtype)
+            hidden[span.vae[0] - start : span.vae[1] - start] = image.to(hidden.dtype)
+            hidden[span.vit[0] - start : span.vit[1] - start] = feature.vit.to(hidden.dtype)
+
+    @torch.inference_mode()
+    def next_logits(self, hidden: torch.Tensor, phase: Phase) -> torch.Tensor:
+        """``hidden [T, H]`` -> fp32 logits ``[T, vocab]``, the same on all ranks."""
+        view = self.comm.phase(phase)
+        with view.forward({"vocab_gather": 1}, "head"):
+            return logits(hidden, self.weights[phase], view)
+
+    @torch.inference_mode()
+    def decode(self, token: int, position: int, cache: KVCache) -> torch.Tensor:
+        """One generated token at ``position``: fp32 logits ``[vocab]`` for the next one."""
+        view, weights = self.comm.phase("decode"), self.weights["decode"]
+        with view.forward({"row_reduce": 1}, "embedding"):
+            hidden = embed(torch.tensor([token], dtype=torch.int64, device=self.device), weights, view)
+        cos, sin = rope_tables([(position, position)], self.config.head_dim, self.config.rope_theta)
+        runs = plan_runs(position, position + 1, ())
+        slot = Slot(cache, position, 1, runs, cos.to(self.device), sin.to(self.device))
+        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), 1), view, self.plan.attention)
+        cache.length = position + 1
+        return self.next_logits(hidden, "decode")[0]
+
+    @torch.inference_mode()
+    def denoise(self, rows: Sequence[BlockRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Velocity ``[n, C, h, w]`` fp32 of rows whose blocks ``[<timestep> …, <img>×h·w]`` have one length.
+
+        ``latents [b, C, h, w]``; ``rows[i].latent`` says which one row i uses. The block's K/V overwrite the cache behind the prefix.
+        """
+        view, weights = self.comm.phase("denoise"), self.weights["denoise"]
+        blocks = self._block_embeddings(latents, step)  # [b, T, H]
+        length = blocks.shape[1]
+        padded = padded_length(length, view.topology.sp_size)
+        first, last = local_rows(view, padded)
+        hidden = blocks.new_zeros(len(rows), last - first, blocks.shape[2])
+        for number, row in enumerate(rows):
+            part = blocks[row.latent, first:last]
+            hidden[number, : part.shape[0]] = part
+        batch = ForwardBatch(tuple(self._block_slot(row, length) for row in rows), padded)
+        hidden = forward_layers(hidden.flatten(0, 1), weights, batch, view, self.plan.attention)
+        whole = self._gather_rows(hidden, len(rows), view)[:, :length]
+        h, w = latents.shape[-2:]
+        image = whole[:, length - h * w :]
+        modulation = self.around.time_embed_2(torch.full((len(rows),), step.timestep, device=self.device))
+        return self.around.final_layer(image, modulation, h, w).float()
+
+    def _gather_rows(self, hidden: torch.Tensor, rows: int, view: PhaseView) -> torch.Tensor:
+        """``[n·T/sp, H]`` -> ``[n, T, H]``; the convolutions of the final layer need the whole picture."""
+        local = hidden.unflatten(0, (rows, -1))
+        if view.topology.sp_size == 1:
+            return local
+        with view.forward({"seq_gather": 1}, "final hidden states"):
+            return view.seq_gather(local.transpose(0, 1), "final_layer.in", order=view.topology.sp_ranks).transpose(
+                0, 1
+            )
+
+    def _block_slot(self, row: BlockRow, length: int) -> Slot:
+        span = row.row.gen
+        start, stop = span.timestep_index, span.image[1]
+        if stop - start != length:
+            raise ValueError(f"a latent with {length} block tokens does not belong to a row with {stop - start}")
+        cos, sin = self.tables(row.row, start, stop)
+        return Slot(row.cache, start, length, plan_runs(start, stop, [span.image]), cos, sin)
+
+    def _block_embeddings(self, latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """``[b, T, H]``: the special tokens' embedders, then the picture in row-major order (spec 4.5)."""
+        count = latents.shape[0]
+        t = torch.full((count,), step.timestep, device=self.device)
+        parts = [self.around.timestep_emb(t)]
+        if self.around.guidance_emb is not None:
+            # The release feeds 1000·guidance rounded to bf16, 2.5 -> 2496 (spec 4.1).
+            scaled = torch.full((count,), 1000.0 * step.guidance, device=self.device).bfloat16().float()
+            parts.append(self.around.guidance_emb(scaled))
+        if self.around.timestep_r_emb is not None:
+            parts.append(self.around.timestep_r_emb(torch.full((count,), step.timestep_r, device=self.device)))
+        image = self.around.patch_embed(latents, self.around.time_embed(t))
+        specials = torch.stack([part.to(self.dtype) for part in parts], dim=1)
+        return torch.cat([specials, image.to(self.dtype)], dim=1)

@@ -1,0 +1,80 @@
+"""Conditioning pictures on their way into a row: prepared once on the CPU, encoded once on the ranks (spec 4.5, 5.9).
+
+Letters: C latent channels, h×w token grid of the VAE branch, P patch slots of the vision branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from .config import HunyuanImage3Config
+from .model import HunyuanImage3Model, ReferenceFeatures
+from .reference_images import encoder_input, posterior_sample, vae_pixels, vit_patches
+from .resolution import ResolutionTable
+from .sequence import CondImage
+
+
+@dataclass(frozen=True)
+class PreparedReference:
+    """``pixels [3, H, W]`` uint8 of the VAE branch; ``patches [P, 768]`` fp32, ``mask [P]``, ``grid`` (rows, columns) of the vision branch."""
+
+    pixels: torch.Tensor
+    ratio_index: int
+    patches: torch.Tensor
+    mask: torch.Tensor
+    grid: tuple[int, int]
+
+    def cond_image(self, config: HunyuanImage3Config) -> CondImage:
+        """The sizes that the token row needs."""
+        factor = config.vae.ffactor_spatial
+        height, width = self.pixels.shape[-2:]
+        return CondImage(self.ratio_index, (height // factor, width // factor), self.grid, self.patches.shape[0])
+
+
+def prepare_reference(image: object, config: HunyuanImage3Config, table: ResolutionTable) -> PreparedReference:
+    """Any picture (PIL, uint8 array) as both branches take it."""
+    pixels, ratio_index = vae_pixels(image, table)
+    patches, mask, grid = vit_patches(image, config.vit)
+    return PreparedReference(pixels, ratio_index, patches, mask, grid)
+
+
+@dataclass(frozen=True)
+class EncodedReference:
+    """Features plus the intermediate values that comparisons look at."""
+
+    features: ReferenceFeatures
+    mean: torch.Tensor
+    logvar: torch.Tensor
+    vit_features: torch.Tensor
+
+
+@torch.inference_mode()
+def encode_reference(model: HunyuanImage3Model, prepared: PreparedReference, noise: torch.Tensor) -> EncodedReference:
+    """VAE posterior sample with ``noise [1, C, h, w]`` fp32, and vision tower plus aligner over all slots, padding included."""
+    around, device = model.around, model.device
+    mean, logvar = around.vae.encode(encoder_input(prepared.pixels).unsqueeze(0).to(device))
+    vae = model.config.vae
+    latent = posterior_sample(mean, logvar, noise.to(device), vae.scaling_factor, shift_factor=vae.shift_factor)
+    patches = prepared.patches.unsqueeze(0).to(device, model.dtype)
+    hidden = around.vision_model(patches, prepared.mask.unsqueeze(0).to(device), [prepared.grid])
+    vit = around.vision_aligner(hidden)[0]
+    digest = hashlib.sha256()
+    for part in (prepared.pixels, prepared.patches, noise.float()):
+        digest.update(part.contiguous().cpu().numpy().tobytes())
+    return EncodedReference(ReferenceFeatures(latent[0], vit, digest.hexdigest()), mean, logvar, vit)
+
+
+def draw_noise(
+    seed: int, reference_shapes: list[tuple[int, ...]], latent_shape: tuple[int, ...]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Random numbers of one sample in the official order: fp32 posterior noise of each conditioning picture, then the latent in bf16.
+
+    One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). Shapes ``[1, C, h, w]``; results fp32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    posterior = [torch.randn(shape, generator=generator) for shape in reference_shapes]
+    noise = torch.randn(latent_shape, generator=generator, dtype=torch.bfloat16).float()
+    return posterior, noise
