@@ -1,0 +1,21 @@
+# make test, make demo: set up a private environment in .venv (once), then run.
+#   DEVICE=cpu|cuda      where the ranks run (default: cpu)
+#   PYTHON=python3.12    the Python that .venv is made from (default: python3; 3.11 or newer)
+#   COMFYUI_DIR=folder   the ComfyUI to use (default: one is obtained)
+PYTHON ?= python3
+DEVICE ?= cpu
+
+.PHONY: setup test demo clean
+
+setup:
+	@$(PYTHON) launch/setup_env.py --device $(DEVICE)
+
+test: setup
+	DEVICE=$(DEVICE) .venv/bin/python -m pytest
+
+demo: setup
+	.venv/bin/phase-parallel demo --device $(DEVICE)
+
+# Removes what the other targets made, and nothing else.
+clean:
+	rm -rf .venv .hosts demo_output

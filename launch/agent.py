@@ -1,0 +1,134 @@
+"""Run the ranks under torchrun's elastic agent, in this process, with a store that only this machine can reach."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+RANK_SCRIPT = Path(__file__).resolve().parent / "rank.py"
+MONITOR_INTERVAL_S = 0.25
+TAIL_LINES = 30
+
+
+class LoopbackStore:
+    """The TCPStore of a launch. TCPStore listens on every interface; handed a socket that listens already, it does not."""
+
+    def __init__(self) -> None:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        self.port: int = listener.getsockname()[1]
+        # multi_tenant: the agent's own TCPStore on this port, in this process, then joins this server.
+        self._store = dist.TCPStore(
+            "127.0.0.1",
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: by a signal to the agent, or because `rank` failed (`cause` says how)."""
+
+    signal: signal.Signals | None = None
+    rank: int | None = None
+    cause: str = ""
+    log_tail: str = ""
+
+
+class RanksAgent(LocalElasticAgent):
+    """The elastic agent, with one rule more: ranks that never became ready are not started again."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs: Path, *, is_ready: Callable[[], bool], on_failure: Callable[[str], None]
+    ) -> None:
+        logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL)
+        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        self._is_ready = is_ready
+        self._on_failure = on_failure
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            if not self._is_ready():
+                self._remaining_restarts = 0  # what failed at the start would fail again
+            elif self._remaining_restarts:
+                rank, failure = first_failure(result)
+                self._on_failure(f"Rank {rank} {cause_of(failure)}: all ranks are started again.")
+        return result
+
+
+def first_failure(result: RunResult) -> tuple[int, ProcessFailure]:
+    """The rank that failed first and how (the others fail because of it)."""
+    rank = min(result.failures, key=lambda failed: result.failures[failed].timestamp)
+    return rank, result.failures[rank]
+
+
+def cause_of(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"was killed by {failure.signal_name()}"
+    return f"ended with exit code {failure.exitcode}"
+
+
+def run_ranks(
+    *,
+    world_size: int,
+    launch_id: str,
+    store_port: int,
+    plan: Path,
+    logs: Path,
+    restarts: int,
+    is_ready: Callable[[], bool],
+    on_failure: Callable[[str], None],
+) -> Outcome:
+    """Start the ranks and stay until they end. Must run in the main thread: the agent handles signals there."""
+    # The agent warns of every stop, as if a stop were a fault. Each of its loggers has a level of its own.
+    for module in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.ERROR)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=world_size,
+        entrypoint=sys.executable,
+        args=("-u", str(RANK_SCRIPT), str(plan)),
+        rdzv_handler=StaticTCPRendezvous("127.0.0.1", store_port, 0, 1, launch_id, 60),
+        max_restarts=restarts,
+        monitor_interval=MONITOR_INTERVAL_S,
+        local_addr="127.0.0.1",
+    )
+    agent = RanksAgent(spec, logs, is_ready=is_ready, on_failure=on_failure)
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        return Outcome(signal=stop.sigval)
+    if not result.is_failed():
+        return Outcome(cause="all ranks ended by themselves")
+    rank, failure = first_failure(result)
+    return Outcome(rank=rank, cause=cause_of(failure), log_tail=last_lines(logs, rank))
+
+
+def last_lines(logs: Path, rank: int) -> str:
+    """The end of what a rank wrote, from its newest attempt that wrote anything."""
+    files = sorted(logs.glob(f"*/attempt_*/{rank}/stderr.log"), key=os.path.getmtime, reverse=True)
+    for file in files:
+        lines = file.read_text(errors="replace").splitlines()
+        if lines:
+            return "\n".join(lines[-TAIL_LINES:])
+    return ""

@@ -1,0 +1,131 @@
+"""The command line: `phase-parallel up | demo | status | doctor | check`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .errors import LaunchError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns its exit code; a LaunchError becomes one line on stderr and 1."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
+    comfy_flags: list[str] = []
+    if "--" in words:
+        comfy_flags = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    parser = make_parser()
+    options = parser.parse_args(words)
+    if comfy_flags and options.command != "up":
+        parser.error(f"`--` and ComfyUI flags go with `up`, not with `{options.command}`")
+    try:
+        return _COMMANDS[options.command](options, comfy_flags)
+    except LaunchError as error:
+        print(f"phase-parallel: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phase-parallel",
+        description="Several ComfyUI processes, one device each, make one image together.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser(
+        "up", help="start the ranks and stay until Ctrl-C", usage="%(prog)s [options] [-- ComfyUI flags]"
+    )
+    up.add_argument(
+        "--ranks", type=int, help="number of processes (default: one per CUDA device, or 4 on a CPU)"
+    )
+    up.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
+    )
+    up.add_argument(
+        "--port", type=int, help="port of the ComfyUI to open (default: 8188, or the next free one)"
+    )
+    up.add_argument(
+        "--model",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a checkpoint folder, or a folder of them, to offer in the loader; may be given several times",
+    )
+    up.add_argument(
+        "--base", type=Path, metavar="DIR", help="folder for models, input, output and user settings"
+    )
+    up.add_argument(
+        "--restarts", type=int, default=3, help="how often failed ranks are started again (default 3)"
+    )
+
+    demo = commands.add_parser("demo", help="make one image on four ranks with a small random checkpoint")
+    demo.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
+    )
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
+    )
+
+    commands.add_parser("status", help="show the running launches and their ranks")
+
+    doctor = commands.add_parser("doctor", help="check this machine and say what to do")
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="also check this checkpoint folder")
+
+    _add_check(commands)
+    return parser
+
+
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    check = commands.add_parser(
+        "check", help="compare this pack with every case of a golden folder", add_help=False
+    )
+    check.add_argument("rest", nargs=argparse.REMAINDER)
+
+
+def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .up import UpOptions, up
+
+    return up(
+        UpOptions(
+            ranks=options.ranks,
+            device=options.device,
+            port=options.port,
+            models=tuple(options.model),
+            base=options.base,
+            restarts=options.restarts,
+            comfy_flags=comfy_flags,
+        )
+    )
+
+
+def _demo(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .demo import demo
+
+    return demo(device=options.device, output=options.output)
+
+
+def _status(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .status import status
+
+    return status()
+
+
+def _doctor(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .doctor import doctor
+
+    return doctor(options.model)
+
+
+def _check(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from . import check
+
+    return check.main(options.rest)
+
+
+_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "doctor": _doctor, "check": _check}

@@ -1,0 +1,143 @@
+"""Watch the ranks come up: a rank is ready when its ComfyUI answers. Runs in a thread beside the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .records import LaunchRecord
+
+POLL_S = 0.3
+# Four ranks on two cores import torch and ComfyUI in about 30 s; a slow disk or a cold cache takes several times that.
+START_TIMEOUT_S = 600.0
+STATUS_ROUTE = "/phase_parallel/status"
+
+# A proxy from the environment must never see the ranks' loopback traffic.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def get_json(url: str, timeout: float = 10.0) -> Any:
+    """GET a JSON document from a rank. Raises OSError (urllib's errors are OSErrors) or ValueError."""
+    with _DIRECT.open(url, timeout=timeout) as answer:
+        return json.load(answer)
+
+
+def answers(url: str) -> bool:
+    """True when a ComfyUI is up there."""
+    try:
+        get_json(url + "/system_stats")
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def pack_is_loaded(url: str) -> bool:
+    """True when the ComfyUI there has loaded this pack (ComfyUI goes on without a pack that fails to import)."""
+    try:
+        get_json(url + STATUS_ROUTE)
+    except urllib.error.HTTPError as error:
+        return error.code != 404
+    return True
+
+
+class ReadinessWatch(threading.Thread):
+    """Keeps the record up to date; `failure` is set, and the agent told to stop, when the ranks do not come up."""
+
+    def __init__(
+        self,
+        record: LaunchRecord,
+        say: Callable[[str], None],
+        *,
+        urls: list[str],
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        super().__init__(name="readiness", daemon=True)
+        self.failure: str | None = None
+        self._record = record
+        self._say = say
+        self._urls = urls
+        self._timeout_s = timeout_s
+        self._run_folder = Path(record.run_folder)
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(timeout=15)
+
+    def run(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._stopped.wait(POLL_S):
+            if self._notice_restart():
+                deadline = time.monotonic() + self._timeout_s
+            if self._record.state == "ready":
+                continue
+            self._look_for_new_ones()
+            if all(entry.ready for entry in self._record.ranks):
+                self._become_ready()
+            elif time.monotonic() > deadline:
+                late = ", ".join(str(entry.rank) for entry in self._record.ranks if not entry.ready)
+                self._give_up(
+                    f"Rank {late} did not answer within {self._timeout_s:.0f} s of its start; see its lines above."
+                )
+
+    def _reports(self) -> dict[int, dict[str, int]]:
+        """What rank.py wrote about each rank that has begun: its process id and how often the ranks were restarted."""
+        found = {}
+        for entry in self._record.ranks:
+            path = self._run_folder / f"rank{entry.rank}.json"
+            if path.exists():
+                found[entry.rank] = json.loads(path.read_text())
+        return found
+
+    def _notice_restart(self) -> bool:
+        newest = max((report["restart"] for report in self._reports().values()), default=0)
+        if newest <= self._record.restarts:
+            return False
+        self._record.restarts = newest
+        self._record.state = "starting"
+        for entry in self._record.ranks:
+            entry.ready, entry.pid = False, None
+        self._record.write()
+        self._say(f"A rank failed: all ranks are started again (restart {newest}).")
+        return True
+
+    def _look_for_new_ones(self) -> None:
+        reports = self._reports()
+        for entry in self._record.ranks:
+            report = reports.get(entry.rank)
+            # A report of an earlier attempt names a process that is gone.
+            if entry.ready or report is None or report["restart"] != self._record.restarts:
+                continue
+            entry.pid = report["pid"]
+            if answers(self._urls[entry.rank]):
+                entry.ready = True
+                self._record.write()
+                self._say(f"rank {entry.rank} is ready on port {entry.port} (process {entry.pid})")
+
+    def _become_ready(self) -> None:
+        try:
+            loaded = pack_is_loaded(self._urls[0])
+        except OSError:
+            return  # busy or gone again: the next look decides
+        if not loaded:
+            self._give_up(
+                "ComfyUI runs on rank 0 but could not load this pack; its lines above name the error."
+            )
+            return
+        (self._run_folder / "ready").touch()
+        self._record.state = "ready"
+        self._record.write()
+        self._say(f"Ready: {self._record.url}")
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        self._stopped.set()
+        os.kill(os.getpid(), signal.SIGTERM)  # the agent ends the ranks on it
