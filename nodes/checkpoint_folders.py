@@ -1,0 +1,84 @@
+"""Where checkpoints are found: the folder type ``hunyuan_image_3`` in ComfyUI, and the folders the launcher
+names.
+
+A checkpoint is a folder with config.json and model.safetensors.index.json, as downloaded; nothing is opened
+here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..parallel.environment import MODEL_DIRS
+
+FOLDER_TYPE = "hunyuan_image_3"
+REQUIRED_FILES = ("config.json", "model.safetensors.index.json")
+SEARCH_DEPTH = 2
+NOTHING_FOUND = f"no checkpoint in models/{FOLDER_TYPE}"
+
+
+def register_folder_type() -> None:
+    """Add the folder type, keeping what extra_model_paths.yaml may have added before this pack was
+    imported.
+    """
+    import folder_paths
+
+    default = os.path.join(folder_paths.models_dir, FOLDER_TYPE)
+    paths = folder_paths.folder_names_and_paths.get(FOLDER_TYPE, ([], set()))[0]
+    if default not in paths:
+        paths.append(default)
+    folder_paths.folder_names_and_paths[FOLDER_TYPE] = (paths, {"folder"})
+
+
+def search_paths() -> list[Path]:
+    """The launcher's folders first, then ComfyUI's."""
+    import folder_paths
+
+    named = [part for part in os.environ.get(MODEL_DIRS, "").split(os.pathsep) if part]
+    return [Path(path) for path in named + folder_paths.get_folder_paths(FOLDER_TYPE)]
+
+
+def find_checkpoints(paths: list[Path]) -> dict[str, Path]:
+    """Checkpoint name -> folder. A search path may be a checkpoint itself; of two with one name the first is
+    kept.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        for folder in _walk(path, SEARCH_DEPTH):
+            name = folder.name if folder == path else folder.relative_to(path).as_posix()
+            found.setdefault(name, folder)
+    return found
+
+
+def _walk(folder: Path, depth: int) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    if all((folder / name).is_file() for name in REQUIRED_FILES):
+        return [folder]
+    if depth == 0:
+        return []
+    return [found for child in sorted(folder.iterdir()) for found in _walk(child, depth - 1)]
+
+
+def checkpoint_names() -> list[str]:
+    """Choices of the loader's folder widget; one explaining entry where there is none."""
+    return list(find_checkpoints(search_paths())) or [NOTHING_FOUND]
+
+
+def checkpoint_folder(name: str) -> Path:
+    """Folder of a name. Raises ValueError that says where checkpoints are looked for."""
+    paths = search_paths()
+    folder = find_checkpoints(paths).get(name)
+    if folder is None:
+        places = ", ".join(str(path) for path in paths)
+        raise ValueError(
+            f'There is no checkpoint folder "{name}" (with {" and ".join(REQUIRED_FILES)}) in {places}; '
+            f"put the downloaded folder into models/{FOLDER_TYPE} and refresh the page."
+        )
+    return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes when the checkpoint's small files are replaced, so that a cached loader runs again."""
+    return ",".join(f"{name}:{(folder / name).stat().st_mtime_ns}" for name in REQUIRED_FILES)

@@ -1,0 +1,89 @@
+"""The network that ComfyUI's sampler calls: it owns no weights and makes one engine call for all rows of the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import host_compat
+from .conditioning import RowConditioning
+from .engine_handle import EngineHandle
+
+
+class DenoiseCall(torch.nn.Module):
+    """`rows` maps the handles of the running sampling to token rows; the model socket fills it."""
+
+    dtype = torch.float32
+
+    def __init__(self, engine: EngineHandle, rows: Mapping[int, RowConditioning]) -> None:
+        super().__init__()
+        self.engine = engine
+        self.rows = rows
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        *,
+        row_handle: torch.Tensor,
+        transformer_options: Mapping[str, Any] | None = None,
+        context: Any = None,
+        control: Any = None,
+    ) -> torch.Tensor:
+        """Velocity of every row.
+
+        x: [n, C, h, w] fp32, scaled latents (n = branches x batch). timestep: [n] fp32, 1000 x sigma, one
+        value.
+        row_handle: [n, 1] int64. Returns [n, C, h, w] fp32. Raises ValueError for a batch this network cannot
+        run.
+        """
+        rows = [self._row(handle) for handle in row_handle.flatten().tolist()]
+        sigma = _one_sigma(timestep)
+        guidance = {row.guidance for row in rows}
+        if len(guidance) > 1:
+            raise ValueError(
+                "The positive conditionings have different guidance values; give all of them the same one."
+            )
+        args = {
+            "rows": [{"kind": row.kind, "row": row.row.to_json()} for row in rows],
+            "sigma": sigma,
+            "sigma_next": next_sigma((transformer_options or {}).get("sample_sigmas"), sigma),
+            "guidance": guidance.pop(),
+        }
+        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=host_compat.running_node_id())
+        return tensors["velocity"].to(x.device)
+
+    def _row(self, handle: int) -> RowConditioning:
+        row = self.rows.get(handle)
+        assert row is not None, f"row handle {handle} was never registered with this model"
+        if row.kind == "no_uncond":
+            raise ValueError(
+                f"{row.engine.name} is distilled and has no unconditional branch; set cfg to 1.0 "
+                "and use HunyuanImage-3.0 Guidance for its strength."
+            )
+        return row
+
+
+def _one_sigma(timestep: torch.Tensor) -> float:
+    """timestep: [n], 1000 x sigma. One engine call has one noise level."""
+    values = set(timestep.flatten().tolist())
+    if len(values) != 1:
+        raise ValueError(
+            "This sampler asks for several noise levels in one step, which HunyuanImage-3.0 cannot do; "
+            "choose another sampler such as euler."
+        )
+    return values.pop() / 1000.0
+
+
+def next_sigma(schedule: torch.Tensor | None, sigma: float) -> float | None:
+    """The noise level that follows `sigma` in the run's schedule (descending), which MeanFlow checkpoints
+    need; None without a schedule.
+    """
+    if schedule is None:
+        return None
+    lower = [value for value in schedule.flatten().tolist() if value < sigma - 1e-6]
+    return max(lower, default=0.0)

@@ -1,0 +1,144 @@
+"""Load HunyuanImage-3.0: from a checkpoint folder to the three sockets of ComfyUI, on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
+from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
+from . import checkpoint_folders, host_compat, inputs
+from .engine_handle import EngineHandle, EngineSpec
+from .latent_preview import PreviewFactors, fit_factors
+from .model_socket import build_model
+from .progress import NodeProgress
+from .text_socket import HunyuanText
+from .vae_socket import HunyuanVae
+
+AUTO = "auto"
+
+
+class HunyuanImage3Loader:
+    DESCRIPTION = (
+        "Loads a HunyuanImage-3.0 checkpoint folder as downloaded. With several ranks every GPU reads only "
+        "its own part of the weights, "
+        "once; text and picture then run on the same resident weights."
+    )
+    CATEGORY = inputs.CATEGORY
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    OUTPUT_TOOLTIPS = (
+        "For KSampler and the other stock samplers, and for Generate.",
+        "For Think / Recaption, Encode and Generate.",
+        "For VAE Decode, VAE Encode, Encode and Generate.",
+    )
+    FUNCTION = "load"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "folder": (
+                    checkpoint_folders.checkpoint_names(),
+                    {
+                        "tooltip": "A checkpoint folder (config.json, model.safetensors.index.json and its "
+                        "shards) in models/hunyuan_image_3 "
+                        "or in a folder that the launcher was given."
+                    },
+                ),
+                "weight_dtype": (
+                    [AUTO, "bf16", "fp32"],
+                    {
+                        "default": AUTO,
+                        "tooltip": "Precision of the weights on the GPU. 'auto' follows the checkpoint's "
+                        "config.json.",
+                    },
+                ),
+                "plan": (
+                    [AUTO, *PLAN_NAMES],
+                    {
+                        "default": AUTO,
+                        "tooltip": "How the ranks share the weights. 'hybrid': two or more copies, fastest. "
+                        "'tp': one copy over all GPUs, "
+                        "least memory. 'single': one GPU. 'auto' chooses by the number of ranks and their "
+                        "memory; the Ranks node says why.",
+                    },
+                ),
+            },
+            "optional": {
+                "denoise": (
+                    [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
+                    {
+                        "default": AUTO,
+                        "advanced": True,
+                        "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
+                        "takes one branch of guidance "
+                        "('cfg'), or both ('cfg_sp').",
+                    },
+                ),
+                "attention": (
+                    [AUTO, *ATTENTION_KINDS],
+                    {
+                        "default": AUTO,
+                        "advanced": True,
+                        "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
+                        "('ulysses') or by gathering keys and "
+                        "values ('kv_gather'). Same picture.",
+                    },
+                ),
+                "moe_layout": (
+                    list(MOE_LAYOUTS),
+                    {
+                        "default": MOE_LAYOUTS[0],
+                        "advanced": True,
+                        "tooltip": "Order of the expert weights in memory; for speed comparisons. Same "
+                        "picture.",
+                    },
+                ),
+                "moe_path": (
+                    list(MOE_PATHS),
+                    {
+                        "default": MOE_PATHS[0],
+                        "advanced": True,
+                        "tooltip": "How the experts' two halves are computed; for speed comparisons. Same "
+                        "picture.",
+                    },
+                ),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, folder: str, **options: Any) -> str:
+        return checkpoint_folders.fingerprint(checkpoint_folders.checkpoint_folder(folder))
+
+    def load(
+        self,
+        folder: str,
+        weight_dtype: str,
+        plan: str,
+        denoise: str = AUTO,
+        attention: str = AUTO,
+        moe_layout: str = MOE_LAYOUTS[0],
+        moe_path: str = MOE_PATHS[0],
+        unique_id: str | None = None,
+    ) -> tuple[Any, HunyuanText, HunyuanVae]:
+        spec = EngineSpec(
+            folder=str(checkpoint_folders.checkpoint_folder(folder)),
+            weight_dtype=weight_dtype,
+            plan=plan,
+            denoise=denoise,
+            attention=attention,
+            moe_layout=moe_layout,
+            moe_path=moe_path,
+        )
+        engine = EngineHandle(spec)
+        engine.load(node_id=unique_id, report=NodeProgress(unique_id))
+        vae = HunyuanVae(engine)
+        engine.preview = _preview(engine, vae)
+        if engine.info.get("reason"):
+            host_compat.show_text(engine.info["reason"], unique_id)
+        return build_model(engine), HunyuanText(engine), vae
+
+
+def _preview(engine: EngineHandle, vae: HunyuanVae) -> PreviewFactors:
+    own = engine.config.vae
+    return fit_factors(vae.encode_pixels, scale=own.scaling_factor, shift=own.shift_factor or 0.0)

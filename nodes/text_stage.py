@@ -1,0 +1,162 @@
+"""What happens before the picture: the size is decided, and Instruct checkpoints may write text that guides
+it.
+
+Shared by Think / Recaption and by Generate, so that both treat the same widgets alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import size_choices
+from .engine_handle import EngineHandle
+from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
+
+WRITING_TASKS = {"think + recaption": "think_recaption", "recaption": "recaption", "think": "think"}
+RATIO_TASK = "img_ratio"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; 0 and "checkpoint default" stand for the checkpoint's own value."""
+
+    do_sample: str = CHECKPOINT_DEFAULT
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    repetition_penalty: float = 0.0
+
+    def resolve(self, engine: EngineHandle) -> dict[str, Any]:
+        """JSON arguments of the text operation, every value decided."""
+        own = engine.config.generation
+        return {
+            "do_sample": own.do_sample
+            if self.do_sample == CHECKPOINT_DEFAULT
+            else self.do_sample == "sample",
+            "temperature": self.temperature or own.temperature,
+            "top_k": self.top_k or own.top_k,
+            "top_p": self.top_p or own.top_p,
+            "repetition_penalty": self.repetition_penalty or own.repetition_penalty,
+        }
+
+
+@dataclass(frozen=True)
+class TextWish:
+    """The widgets of the text stage. `images` are ComfyUI IMAGEs in order, None where nothing is
+    connected.
+    """
+
+    prompt: str
+    task: str
+    system_prompt: str
+    custom_system_prompt: str
+    size: str
+    width: int
+    height: int
+    max_new_tokens: int
+    seed: int
+    sampling: Sampling
+    images: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextOutcome:
+    """`height` and `width` are sizes of the checkpoint's table; `cot_text` has its tags, `recaption` is the
+    readable part.
+    """
+
+    cot_text: str
+    recaption: str
+    height: int
+    width: int
+
+
+def run_text_stage(
+    engine: EngineHandle,
+    wish: TextWish,
+    *,
+    node_id: str | None,
+    report: Callable[[dict[str, Any]], None] | None,
+) -> TextOutcome:
+    """Decide size and text. Raises ValueError with a sentence for texts or settings that the checkpoint
+    cannot use.
+    """
+    check_prompt(engine, wish.prompt)
+    refuse_images(engine, wish.images)
+    size = explicit_size(wish)
+    if wish.task in WRITING_TASKS:
+        refuse_writing_base(engine, wish.task)
+        return _write(engine, wish, WRITING_TASKS[wish.task], size, node_id=node_id, report=report)
+    if wish.task == "auto ratio" and size is None:
+        return _write(engine, wish, RATIO_TASK, None, node_id=node_id, report=report)
+    height, width = engine.snap(*(size or (wish.height, wish.width)))
+    return TextOutcome("", "", height, width)
+
+
+def explicit_size(wish: TextWish) -> tuple[int, int] | None:
+    """(height, width) that the widgets ask for, or None for "auto"."""
+    if wish.size == size_choices.AUTO:
+        return None
+    if wish.size == size_choices.WIDTH_HEIGHT:
+        return wish.height, wish.width
+    if wish.size == size_choices.FOLLOW_IMAGE:
+        if not wish.images or wish.images[0] is None:
+            raise ValueError(
+                f"size is '{size_choices.FOLLOW_IMAGE}', but image1 is not connected; connect it or choose "
+                "another size."
+            )
+        return size_choices.image_size(wish.images[0])
+    return size_choices.parse_label(wish.size)
+
+
+def refuse_images(engine: EngineHandle, images: tuple[Any, ...]) -> None:
+    """Pictures as input need an Instruct checkpoint, and are not built into this version's rows yet."""
+    if all(image is None for image in images):
+        return
+    if engine.config.kind == "base":
+        raise ValueError(
+            f"{engine.name} is a base checkpoint and draws from text only; disconnect the images or load an "
+            "Instruct checkpoint."
+        )
+    raise ValueError(
+        "Reference images are not supported by this version of the pack yet; disconnect image1 to image3."
+    )
+
+
+def refuse_writing_base(engine: EngineHandle, task: str) -> None:
+    if engine.config.kind == "base":
+        raise ValueError(
+            f"{engine.name} is a base checkpoint, which was not trained for task '{task}'; choose 'off' or "
+            "'auto ratio', "
+            "or load an Instruct checkpoint."
+        )
+
+
+def _write(
+    engine: EngineHandle,
+    wish: TextWish,
+    task: str,
+    size: tuple[int, int] | None,
+    *,
+    node_id: str | None,
+    report: Callable[[dict[str, Any]], None] | None,
+) -> TextOutcome:
+    args = {
+        "prompt": wish.prompt,
+        "system_prompt": system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, task),
+        "cot_text": None,
+        "task": task,
+        "image_size": "auto" if size is None else f"{size[0]}x{size[1]}",
+        "max_new_tokens": 1 if task == RATIO_TASK else wish.max_new_tokens,
+        "seed": wish.seed,
+        **wish.sampling.resolve(engine),
+    }
+    result, _ = engine.call("generate_text", args, {}, node_id=node_id, report=report)
+    return TextOutcome(
+        result.get("cot_text") or "",
+        result.get("recaption") or "",
+        int(result["height"]),
+        int(result["width"]),
+    )
