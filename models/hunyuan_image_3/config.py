@@ -143,18 +143,23 @@ class HunyuanImage3Config:
     def from_folder(cls, path: str | Path) -> HunyuanImage3Config:
         """Read `config.json` and `generation_config.json` of a checkpoint folder.
 
-        Raises ConfigError (a ValueError) with one sentence: no such folder or file, not JSON, another architecture, a missing
-        or wrongly typed field, sizes that contradict each other, or a feature this pack does not implement.
+        Raises ConfigError (a ValueError) with one sentence: no such folder or file, not JSON, another
+        architecture, a missing or wrongly typed field, sizes that contradict each other, or a feature this
+        pack does not implement.
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder; give the checkpoint folder that contains config.json.")
+            raise ConfigError(
+                f"{folder} is not a folder; give the checkpoint folder that contains config.json."
+            )
         return cls.from_dicts(
             read_json(folder / "config.json"), read_json(folder / "generation_config.json"), where=str(folder)
         )
 
     @classmethod
-    def from_dicts(cls, config: dict[str, Any], generation: dict[str, Any], *, where: str) -> HunyuanImage3Config:
+    def from_dicts(
+        cls, config: dict[str, Any], generation: dict[str, Any], *, where: str
+    ) -> HunyuanImage3Config:
         """Build from the two parsed files; `where` names the folder in messages. Raises ConfigError."""
         fields = Fields(config, f"{where}/config.json")
         refuse_other_models(fields)
@@ -173,13 +178,15 @@ class HunyuanImage3Config:
             vocab_size=fields.integer("vocab_size"),
             max_position_embeddings=max_positions,
             moe_intermediate_size=widths,
-            shared_intermediate_size=tuple(width * count for width, count in zip(widths, shared, strict=True)),
+            shared_intermediate_size=tuple(
+                width * count for width, count in zip(widths, shared, strict=True)
+            ),
             num_experts=fields.per_layer("num_experts", layers),
             moe_topk=fields.per_layer("moe_topk", layers),
             rms_norm_eps=fields.number("rms_norm_eps"),
             rope_theta=fields.number("rope_theta"),
             rope_type=fields.word("rope_type", ("2d", "default")),
-            image_base_size=fields.integer("image_base_size", default=1024),
+            image_base_size=fields.integer("image_base_size", default=1024, smallest=256),
             patch_embed_hidden_dim=fields.integer("patch_embed_hidden_dim", default=1024),
             cond_token_attn_type=fields.word("cond_token_attn_type", COND_ATTENTIONS),
             cfg_distilled=fields.flag("cfg_distilled", default=False),
@@ -200,7 +207,7 @@ class HunyuanImage3Config:
 
     @property
     def kind(self) -> Kind:
-        """Which release the folder belongs to: decided by its template and distillation flags, not by a name."""
+        """Which release the folder belongs to, decided by its template and distillation flags."""
         if self.cfg_distilled:
             return "distil"
         return "instruct" if self.generation.sequence_template == "instruct" else "base"
@@ -249,7 +256,9 @@ def _read_aligner(fields: Fields) -> AlignerConfig:
 
 
 def _read_generation(fields: Fields, max_positions: int) -> GenerationDefaults:
-    """Absent sampling fields get the values of the Hugging Face generation defaults that the release relies on."""
+    """Absent sampling fields get the values of the Hugging Face generation defaults that the release relies
+    on.
+    """
     eos = fields.values.get("eos_token_id")
     return GenerationDefaults(
         sequence_template=fields.word("sequence_template", ("pretrain", "instruct"), default="pretrain"),

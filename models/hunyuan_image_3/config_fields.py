@@ -1,4 +1,5 @@
-"""Typed reading of a checkpoint's JSON files: every refusal is one sentence that names the file and the field.
+"""Typed reading of a checkpoint's JSON files: every refusal is one sentence that names the file and the
+field.
 
 Knows nothing about the model. Imports the standard library only.
 """
@@ -46,14 +47,17 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             if default is _REQUIRED:
-                raise ConfigError(f"{self.where} has no field {name}; use the checkpoint's own complete file.")
+                raise ConfigError(
+                    f"{self.where} has no field {name}; use the checkpoint's own complete file."
+                )
             return default
         return value
 
     def refuse(self, name: str, value: object, supported: str) -> None:
         """Raise the sentence for a value this pack does not run."""
         raise ConfigError(
-            f"{self.where}: {name} is {value!r}, but only {supported} is supported; use a released checkpoint."
+            f"{self.where}: {name} is {value!r}, but only {supported} is supported; use a released "
+            f"checkpoint."
         )
 
     def integer(self, name: str, *, default: object = _REQUIRED, smallest: int = 1) -> int:
@@ -101,7 +105,9 @@ class Fields:
         return tuple(Fields({name: item}, self.where).integer(name, smallest=smallest) for item in items)
 
     def per_layer(self, name: str, layers: int) -> tuple[int, ...]:
-        """One whole number per layer, from a number for all layers or from a list that has at least one for each."""
+        """One whole number per layer, from a number for all layers or from a list that has at least one for
+        each.
+        """
         values = self.integers(name)
         if not isinstance(self.values[name], list):
             return values * layers

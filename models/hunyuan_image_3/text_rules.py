@@ -1,0 +1,234 @@
+"""What the text stage may write next: forced transitions, the restricted ratio token, stopping, sampling.
+
+`StageRules` is a state machine over single tokens; it holds no tensors, so every rank that feeds it the same
+tokens is in the same state. Imports torch and its neighbours only.
+
+Legend: V vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .config import HunyuanImage3Config
+from .resolution import BASE_ROWS, SQUARE_INDEX
+from .tokenizer import HunyuanTokenizer
+
+BotTask = Literal["image", "auto", "think", "recaption", "think_recaption", "img_ratio"]
+COT_TASKS = ("think", "recaption", "think_recaption")
+RATIO_TASKS = ("image", "img_ratio")
+
+
+class TextStageError(ValueError):
+    """The text stage was asked for something the checkpoint or the sampler does not have."""
+
+
+class StageRules:
+    """Rules of one text generation; a fresh object for each, `process` called once per token, in order."""
+
+    def __init__(
+        self, tokenizer: HunyuanTokenizer, config: HunyuanImage3Config, task: BotTask, *, need_ratio: bool
+    ) -> None:
+        """`need_ratio`: the size is "auto", so the text ends with a ratio token.
+
+        Raises TextStageError for an unknown task, for a think or recaption task on a checkpoint without the
+        instruct template, and for a picture task that has nothing to write.
+        """
+        instruct = config.generation.sequence_template == "instruct"
+        self._check(task, instruct, need_ratio)
+        special = tokenizer.special
+        self._ratio_ids = tokenizer.ratio_ids
+        self._base_ratio = not instruct
+        self._pending: deque[int] = deque()
+        self._transitions: dict[int, tuple[int, ...]] = {}
+        self._img_size = special.img_size
+        self._single = task in RATIO_TASKS
+        self._restrict = instruct and (task in RATIO_TASKS or (task in COT_TASKS and need_ratio))
+        if task == "think_recaption":
+            self._transitions[special.think_end] = (special.recaption,)
+        if task in COT_TASKS and need_ratio:
+            last = special.think_end if task == "think" else special.recaption_end
+            self._transitions[last] = (special.answer, special.boi, special.img_size)
+        self._stop = self._stop_set(tokenizer, config, task, need_ratio)
+
+    @staticmethod
+    def _check(task: str, instruct: bool, need_ratio: bool) -> None:
+        known = ("auto", *RATIO_TASKS, *COT_TASKS)
+        if task not in known:
+            raise TextStageError(f'The task "{task}" is unknown; choose one of {", ".join(known)}.')
+        if task in COT_TASKS and not instruct:
+            raise TextStageError(
+                f'The task "{task}" needs an Instruct checkpoint; the base one writes no text; choose image.'
+            )
+        if task == "image" and not need_ratio:
+            raise TextStageError(
+                'The task "image" with a given size has no text stage; set the size to auto, or another task.'
+            )
+
+    @staticmethod
+    def _stop_set(
+        tokenizer: HunyuanTokenizer, config: HunyuanImage3Config, task: str, need_ratio: bool
+    ) -> frozenset[int]:
+        special = tokenizer.special
+        if task in COT_TASKS and need_ratio:
+            return frozenset(tokenizer.ratio_ids)
+        if task == "think":
+            return frozenset((special.think_end, special.recaption_end))
+        if task in COT_TASKS:
+            return frozenset((special.recaption_end,))
+        return frozenset(config.generation.eos_token_ids or (special.eos,))
+
+    def process(self, logits: torch.Tensor, last_token: int) -> torch.Tensor:
+        """Logits `[V]` after forcing or restriction; the same tensor when the choice is free.
+
+        `last_token` is the token before the one being chosen: at first the last token of the prompt row.
+        A forced token gets 0 and every other the dtype's minimum.
+        """
+        if self._pending and self._pending[0] == last_token:
+            self._pending.popleft()
+        if not self._pending:
+            self._pending.extend(self._transitions.pop(last_token, ()))
+        if self._pending:
+            return _only(logits, self._pending[0])
+        if self._restrict and last_token == self._img_size:
+            ratio_logits = logits[torch.tensor(self._ratio_ids, device=logits.device)]
+            return _only(logits, self._ratio_ids[int(ratio_logits.argmax())])
+        return logits
+
+    def is_stop(self, token: int) -> bool:
+        """Whether the text ends with this token, which belongs to it; ratio tasks have only one."""
+        return self._single or token in self._stop
+
+    def ratio_index(self, token: int) -> int | None:
+        """Row of the size table that a chosen token stands for; None when it is no ratio token.
+
+        The base release takes any other token as the square. With a cut-off text (no ratio token came), the
+        caller runs the one-token img_ratio task or takes the square.
+        """
+        ratios = self._ratio_ids[:BASE_ROWS] if self._base_ratio else self._ratio_ids
+        if token in ratios:
+            return ratios.index(token)
+        return SQUARE_INDEX if self._base_ratio else None
+
+
+def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
+    forced = torch.full_like(logits, torch.finfo(logits.dtype).min)
+    forced[token] = 0
+    return forced
+
+
+def sample_token(
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+    *,
+    rules: StageRules | None = None,
+    do_sample: bool,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> int:
+    """Choose the next token from raw logits `[V]` fp32, in the order repetition penalty, rules, temperature,
+    top-k, top-p.
+
+    `tokens` are the prompt and everything generated so far. `do_sample` false takes the largest logit and
+    ignores temperature, top_k (0 = off) and top_p (1 = off). Draws on the generator's device, so that a CPU
+    generator gives every rank the same token. Raises TextStageError on NaN logits or a setting outside its
+    range.
+    """
+    if bool(torch.isnan(logits).any()):
+        raise TextStageError(
+            f"The logits of token {len(tokens)} contain NaN; the weights or a kernel are broken, run doctor."
+        )
+    if repetition_penalty <= 0:
+        raise TextStageError(
+            f"repetition_penalty is {repetition_penalty}; it must be above 0, 1 switches it off."
+        )
+    if repetition_penalty != 1.0:
+        logits = _penalize(logits, tokens, repetition_penalty)
+    if rules is not None:
+        logits = rules.process(logits, tokens[-1])
+    if not do_sample:
+        return int(logits.argmax())
+    if temperature <= 0:
+        raise TextStageError(f"temperature is {temperature}; it must be above 0, or switch sampling off.")
+    logits = _keep_top_p(_keep_top_k(logits / temperature, top_k), top_p)
+    probabilities = logits.softmax(dim=-1)
+    if generator is not None:
+        probabilities = probabilities.to(generator.device)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def _penalize(logits: torch.Tensor, tokens: Sequence[int], penalty: float) -> torch.Tensor:
+    seen = torch.tensor(sorted(set(tokens)), device=logits.device)
+    logits = logits.clone()
+    logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    return logits
+
+
+def _keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    if top_k < 0:
+        raise TextStageError(f"top_k is {top_k}; it must be 0 (off) or more.")
+    if top_k == 0 or top_k >= logits.numel():
+        return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+
+
+def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Drop the tail whose probabilities add up to 1 - top_p at most; the likeliest token always stays."""
+    if not 0 < top_p <= 1:
+        raise TextStageError(f"top_p is {top_p}; it must be above 0 and at most 1 (off).")
+    if top_p == 1:
+        return logits
+    ascending, order = logits.sort()
+    tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    tail[-1] = False
+    return logits.masked_fill(torch.zeros_like(tail).scatter(0, order, tail), float("-inf"))
+
+
+@dataclass(frozen=True)
+class CotText:
+    """The assistant text for the image stage, the recaption alone (None if there is none), and whether it was
+    cut off.
+    """
+
+    cot_text: str
+    recaption: str | None
+    truncated: bool
+
+
+def cot_from_tokens(tokenizer: HunyuanTokenizer, task: BotTask, generated: Sequence[int]) -> CotText:
+    """The assistant text that a think or recaption run wrote: opening tag and all up to the first closing
+    tag.
+
+    If the closing tag never came, everything generated belongs to the text and `truncated` is set.
+    """
+    if task not in COT_TASKS:
+        raise TextStageError(
+            f'The task "{task}" writes no assistant text; choose think, recaption or think_recaption.'
+        )
+    special = tokenizer.special
+    closing = special.think_end if task == "think" else special.recaption_end
+    generated = list(generated)
+    truncated = closing not in generated
+    body = generated if truncated else generated[: generated.index(closing) + 1]
+    opening = "<recaption>" if task == "recaption" else "<think>"
+    text = opening + tokenizer.decode(body)
+    recaption = None
+    if "<recaption>" in text:
+        recaption = text.split("<recaption>", 1)[1].split("</recaption>", 1)[0]
+    return CotText(text, recaption, truncated)
+
+
+def keep_recaption(cot_text: str) -> str:
+    """What drop_think leaves of an assistant text: from the recaption's opening tag on; all of it if there is
+    none.
+    """
+    start = cot_text.find("<recaption>")
+    return cot_text if start < 0 else cot_text[start:]

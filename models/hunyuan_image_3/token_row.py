@@ -1,0 +1,143 @@
+"""One row of tokens and where its pictures lie: positions, attention slices, and nothing about how it was
+made.
+
+A row is used through `positions` and `full_slices`; the S x S mask exists for tests and checks only. Indices
+count tokens of the row from 0; a span is (start, stop) with stop exclusive; a grid is (rows, columns).
+Imports torch only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+Span = tuple[int, int]
+Grid = tuple[int, int]
+
+
+class SequenceError(ValueError):
+    """A row cannot be built from what was asked, or is longer than the model allows."""
+
+
+@dataclass(frozen=True)
+class CondSpan:
+    """A conditioning picture inside a row; the first gh*gw tokens of `vit` are patches, the rest padding
+    slots.
+    """
+
+    timestep_index: int
+    vae: Span
+    vae_grid: Grid
+    vit: Span
+    vit_grid: Grid
+
+
+@dataclass(frozen=True)
+class GenSpan:
+    """The picture to be generated; timestep, guidance and timestep_r stand directly before `image`."""
+
+    timestep_index: int
+    guidance_index: int | None
+    timestep_r_index: int | None
+    image: Span
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Token ids with the spans of the conditioning pictures and of the generated one (None in a text row)."""
+
+    tokens: tuple[int, ...]
+    cond: tuple[CondSpan, ...]
+    gen: GenSpan | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prefix_length(self) -> int:
+        """Tokens before the generated picture's block, which no denoise step changes; the whole row if it has
+        none.
+        """
+        return len(self.tokens) if self.gen is None else self.gen.timestep_index
+
+    def positions(self, cond_attn: str, *, rope_type: str = "2d") -> list[tuple[int, int]]:
+        """(y, x) of every token: the index itself for text, a grid centred in its own span for pictures.
+
+        `cond_attn` is the configuration's cond_token_attn_type: it decides which conditioning spans are
+        grids.
+        """
+        positions = [(i, i) for i in range(len(self.tokens))]
+        if rope_type == "default":
+            return positions
+        grids = [] if self.gen is None else [(self.gen.image[0], self.gen.grid)]
+        for cond in self.cond:
+            if cond_attn != "causal":
+                grids.append((cond.vae[0], cond.vae_grid))
+            if cond_attn in ("joint_full", "full"):
+                grids.append((cond.vit[0], cond.vit_grid))
+        for start, (height, width) in grids:
+            area = height * width
+            top, left = (2 * start + area - height) // 2, (2 * start + area - width) // 2
+            positions[start : start + area] = [
+                (top + r, left + c) for r in range(height) for c in range(width)
+            ]
+        return positions
+
+    def full_slices(self, cond_attn: str) -> tuple[Span, ...]:
+        """Spans whose tokens attend to each other in both directions, in row order; all else is causal."""
+        slices: list[Span] = []
+        for cond in self.cond:
+            if cond_attn == "joint_full":
+                slices.append((cond.vae[0], cond.vit[1]))
+            elif cond_attn == "full":
+                slices += [cond.vae, cond.vit]
+            elif cond_attn == "full_causal":
+                slices.append(cond.vae)
+        if self.gen is not None:
+            slices.append(self.gen.image)
+        return tuple(slices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers; `from_json` gives an equal row."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TokenRow:
+        """The row that `to_json` described, also after a trip through JSON text."""
+        cond = tuple(CondSpan(**_tuples(span)) for span in values["cond"])
+        gen = None if values["gen"] is None else GenSpan(**_tuples(values["gen"]))
+        return cls(tuple(values["tokens"]), cond, gen)
+
+    def digest(self) -> str:
+        """Equal for equal rows, in every process."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def dense_mask(row: TokenRow, cond_attn: str) -> torch.Tensor:
+    """Attention mask, bool `[S, S]`, True = row may attend to column; for tests and checks only."""
+    mask = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    for start, stop in row.full_slices(cond_attn):
+        mask[start:stop, start:stop] = True
+    return mask
+
+
+def rope_tables(
+    positions: list[tuple[int, int]], head_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, fp32 `[S, head_dim]`, both halves equal; even frequencies turn with y, odd with x."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    places = torch.tensor(positions, dtype=torch.float32).reshape(-1, 2)
+    axis = torch.arange(head_dim // 2) % 2
+    angles = places[:, axis] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
