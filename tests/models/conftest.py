@@ -52,7 +52,7 @@ class GoldenCheckpoint:
     config: HunyuanImage3Config
     tensors: dict[str, Tensor] = field(repr=False)
 
-    def load(self, module: nn.Module, prefix: str, *, unused: str = " ") -> nn.Module:
+    def load(self, module: nn.Module, prefix: str, *, unused: tuple[str, ...] = ()) -> nn.Module:
         """The module with the fp32 tensors below `prefix` but not below `unused`; keys must match exactly."""
         named = {
             key.removeprefix(prefix): tensor.float()

@@ -113,6 +113,20 @@ def test_the_vision_size_of_a_square_fills_the_budget():
     assert vit_size(1024, 1024, patch_size=16, max_num_patches=64) == (128, 128)
 
 
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((3000, 2000), (624, 416)),
+        ((37, 911), (96, 2368)),
+        ((4637, 4492), (512, 496)),
+        ((2677, 5864), (336, 736)),
+    ],
+)
+def test_the_bisection_ends_where_the_official_one_does(size, wanted):
+    """For the last two a finer bisection finds one more row or column of patches."""
+    assert vit_size(*size, patch_size=16, max_num_patches=1024) == wanted
+
+
 def test_patches_are_row_major_with_the_channel_fastest():
     vit = VitConfig(8, 8, 1, 1, 2, 3, 16, 1e-6, 6)
     array = noise_picture(4, 6)

@@ -47,7 +47,7 @@ def tower() -> VisionTower:
 def golden_modules(checkpoint) -> tuple[nn.Module, nn.Module]:
     with torch.device("meta"):
         tower, aligner = VisionTower(checkpoint.config.vit), Aligner(checkpoint.config.aligner)
-    checkpoint.load(tower, "vision_model.", unused="vision_model.head.")
+    checkpoint.load(tower, "vision_model.", unused=("vision_model.head.",))
     return tower, checkpoint.load(aligner, "vision_aligner.")
 
 
