@@ -21,6 +21,7 @@ from ..models.hunyuan_image_3.engine import Engine, ImageRequest
 from ..models.hunyuan_image_3.references import EncodedReference, PreparedReference, draw_noise, prepare_reference
 from ..models.hunyuan_image_3.schedule import flow_sigmas, flow_timesteps
 from ..models.hunyuan_image_3.sequence import CondImage, ImageRows, build_image_rows
+from ..models.hunyuan_image_3.system_prompts import clean_system_prompt
 from ..models.hunyuan_image_3.text_generation import Sampling, TextRequest, TextResult
 from ..models.hunyuan_image_3.text_rules import keep_recaption
 from ..models.hunyuan_image_3.token_row import dense_mask, rope_tables
@@ -169,7 +170,7 @@ class _CaseRun:
             return None
         request = TextRequest(
             prompt=self.spec["prompt"],
-            system_prompt=self.spec["system_prompt"],
+            system_prompt=self._system_prompt(),
             cot_text=self.spec["cot_text"],
             task=task,
             need_ratio=auto,
@@ -192,6 +193,9 @@ class _CaseRun:
             self.got["image_ratio.index"] = torch.tensor([-1 if result.ratio_index is None else result.ratio_index])
         return result
 
+    def _system_prompt(self) -> str | None:
+        return clean_system_prompt(self.spec["system_prompt"], self.engine.config.kind)
+
     def _requested_size(self) -> int | str:
         return self.engine.table.parse_image_size(self.spec["image_size"], self.spec["kind"])
 
@@ -209,7 +213,7 @@ class _CaseRun:
             self.engine.tokenizer,
             self.engine.config,
             prompt=self.spec["prompt"],
-            system_prompt=self.spec["system_prompt"],
+            system_prompt=self._system_prompt(),
             cot_text=cot_text,
             cond_images=cond_images,
             height=height,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -12,7 +13,7 @@ import torch
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
 from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, tensor_digests
 from ...parallel.collectives import Communicator
-from ...parallel.plan import PHASES, ParallelPlan
+from ...parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
 from ...parallel.slicing import ShardingTable
 from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model
@@ -142,3 +143,55 @@ def compare_replicas(table: ShardingTable, resident: dict[str, torch.Tensor], co
                 raise CheckpointError(
                     f"rank {rank} read other weights for {name} than rank {first}; the model folders of the ranks differ, use one folder"
                 )
+
+
+def check_folder(folder: str | Path, plan: ParallelPlan, options: LoadOptions) -> tuple[int, int]:
+    """Everything that can be wrong with a folder, a plan and options, found on one rank before any collective.
+
+    Returns the bytes of weights that are split and that are replicated, for the whole model.
+    """
+    config = HunyuanImage3Config.from_folder(folder)
+    table = sharding_table(config, plan, options.moe_layout)
+    Checkpoint(folder).check(table)
+    return weight_bytes(config, options.weight_dtype)
+
+
+def weight_bytes(config: HunyuanImage3Config, choice: WeightDtype) -> tuple[int, int]:
+    """Bytes of split and of replicated weights of the whole model, for choosing a plan."""
+    table = sharding_table(config, make_plan("single", world_size=1), "micro_major")
+    sizes = {kind: torch.empty((), dtype=dtype).element_size() for kind, dtype in kind_dtypes(trunk_dtype(config, choice)).items()}
+    total = table.bytes_resident(sizes)
+    replicated = sum(prod(t.shape) * sizes[t.kind] for t in table.targets.values() if t.role == "replicated")
+    return total - replicated, replicated
+
+
+def resolve_plan(
+    folder: str | Path,
+    *,
+    world_size: int,
+    free_bytes_per_rank: int,
+    name: str = "auto",
+    denoise: str = "auto",
+    attention: str = "auto",
+    weight_dtype: WeightDtype = "auto",
+) -> tuple[ParallelPlan, str]:
+    """The plan that the loader's choices mean here, and why. Rank 0 decides; the others receive the result.
+
+    Raises:
+        PlanError: a choice does not fit the number of ranks or the memory.
+    """
+    reason = f"{name}: chosen in the loader"
+    if name == "auto":
+        split, replicated = weight_bytes(HunyuanImage3Config.from_folder(folder), weight_dtype)
+        name, reason = choose_plan(
+            world_size, free_bytes_per_rank=free_bytes_per_rank, sharded_bytes=split, replicated_bytes=replicated
+        )
+    if name != "hybrid" and denoise in ("sp", "cfg", "cfg_sp"):
+        raise PlanError(f"denoise {denoise} needs plan hybrid, and the plan is {name} ({reason}); set denoise to auto or start 4 ranks")
+    plan = make_plan(
+        name,
+        world_size=world_size,
+        denoise=None if denoise == "auto" else denoise,
+        attention="ulysses" if attention == "auto" else attention,
+    )
+    return plan, reason

@@ -1,0 +1,165 @@
+"""``phase-parallel check DIR``: every case of a golden folder through the code that the nodes use, under any plan, with real ranks.
+
+The parent starts one process per rank (torchrun's elastic agent) and prints what rank 0 compared; ranks compare the digests of all results among
+themselves, so a rank that differs in one bit is a failure too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
+from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, PlanError, make_plan
+from .errors import LaunchError
+
+# Name on the command line -> ranks, plan and the rest.
+PRESETS: dict[str, dict] = {
+    "single": {"ranks": 1, "plan": "single"},
+    "tp2": {"ranks": 2, "plan": "tp"},
+    "tp4": {"ranks": 4, "plan": "tp"},
+    "hybrid-sp-ulysses": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "ulysses"},
+    "hybrid-sp-kv": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "kv_gather"},
+    "hybrid-cfg": {"ranks": 4, "plan": "hybrid", "denoise": "cfg"},
+}
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """One run over a folder: which cases, under which plan."""
+
+    golden: str
+    cases: tuple[str, ...]
+    ranks: int
+    plan: str
+    denoise: str | None
+    attention: str
+    moe_layout: str
+    moe_path: str
+    cfg_mode: str
+    reuse_text: bool
+    device: str
+
+    def describe(self) -> str:
+        plan = make_plan(self.plan, world_size=self.ranks, denoise=self.denoise, attention=self.attention)
+        return f"{plan.describe()} · {self.moe_layout} {self.moe_path} · CFG {self.cfg_mode}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    golden = Path(options.golden)
+    runs = [_run_options(options, preset) for preset in (options.plan or ["single"])]
+    cases = select_cases(golden, options.case)
+    results = []
+    for run in runs:
+        run = replace(run, cases=tuple(cases))
+        print(f"== {run.describe()}")
+        rows = run_on_ranks(run)
+        results += rows
+        for row in rows:
+            print_row(row, verbose=options.verbose)
+    return summarise(results, expected=len(runs) * len(cases))
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="phase-parallel check", description="Compare this pack with every case of a golden folder.")
+    parser.add_argument("golden", help="folder with cases/ and checkpoints/")
+    parser.add_argument(
+        "--plan",
+        action="append",
+        metavar="PLAN",
+        help=f"{', '.join([*PRESETS, *PLAN_NAMES, 'all'])}; may be given several times (default: single, or auto for --ranks)",
+    )
+    parser.add_argument("--ranks", type=int, help="number of ranks for the plans tp and hybrid")
+    parser.add_argument("--denoise", choices=DENOISE_KINDS)
+    parser.add_argument("--attention", choices=ATTENTION_KINDS)
+    parser.add_argument("--case", action="append", metavar="NAME", help="only this case; may be given several times, may hold *")
+    parser.add_argument("--moe-layout", choices=MOE_LAYOUTS, default="micro_major")
+    parser.add_argument("--moe-path", choices=MOE_PATHS, default="multi_micro")
+    parser.add_argument("--cfg-mode", choices=("batched", "serial"), default="batched")
+    parser.add_argument("--no-text-reuse", action="store_true", help="compute the denoise prefix again instead of reusing the text's keys and values")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--verbose", action="store_true", help="print every tensor, not only the worst of each case")
+    options = parser.parse_args(arguments)
+    if options.plan and "all" in options.plan:
+        options.plan = list(PRESETS)
+    if not options.plan and options.ranks and options.ranks > 1:
+        options.plan = ["hybrid" if options.ranks >= 4 else "tp"]
+    return options
+
+
+def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
+    if preset not in PRESETS and preset not in PLAN_NAMES:
+        raise LaunchError(f"Plan {preset!r} is unknown; choose one of {', '.join([*PRESETS, *PLAN_NAMES, 'all'])}.")
+    chosen = PRESETS.get(preset) or {"ranks": {"single": 1, "tp": 2, "hybrid": 4}[preset], "plan": preset}
+    ranks = options.ranks or chosen["ranks"]
+    run = CheckOptions(
+        golden=options.golden,
+        cases=(),
+        ranks=ranks,
+        plan=chosen["plan"],
+        denoise=options.denoise or chosen.get("denoise"),
+        attention=options.attention or chosen.get("attention", "ulysses"),
+        moe_layout=options.moe_layout,
+        moe_path=options.moe_path,
+        cfg_mode=options.cfg_mode,
+        reuse_text=not options.no_text_reuse,
+        device=options.device,
+    )
+    try:
+        run.describe()
+    except PlanError as error:
+        raise LaunchError(f"{error}.") from error
+    return run
+
+
+def select_cases(golden: Path, patterns: list[str] | None) -> list[str]:
+    folder = golden / "cases"
+    names = sorted(path.name for path in folder.iterdir() if (path / "case.json").is_file()) if folder.is_dir() else []
+    if not names:
+        raise LaunchError(f"{golden} holds no cases; give a folder with cases/<name>/case.json and checkpoints/.")
+    if not patterns:
+        return names
+    chosen = [name for name in names if any(Path(name).match(pattern) for pattern in patterns)]
+    if not chosen:
+        raise LaunchError(f"No case of {golden} is called {' or '.join(patterns)}; there are {', '.join(names)}.")
+    return chosen
+
+
+def run_on_ranks(run: CheckOptions) -> list[dict]:
+    """All cases of ``run``; one JSON row per case, written by rank 0."""
+    from .check_ranks import start
+
+    with tempfile.TemporaryDirectory(prefix="phase-parallel-check-") as folder:
+        out = Path(folder) / "results.jsonl"
+        start({**asdict(run), "cases": list(run.cases), "out": str(out)})
+        return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+
+
+def print_row(row: dict, *, verbose: bool) -> None:
+    if row.get("error"):
+        print(f"{row['case']:38} FAIL  {row['error']}")
+        return
+    tensors = row["tensors"]
+    groups = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor["ok"]].append(tensor)
+    worst = max((t["error"] for t in tensors), default=0.0)
+    print(f"{row['case']:38} {len(tensors):3} tensors  worst {worst:.2e}  {'FAIL' if groups[False] else 'ok'}  ranks {row['digest'][:12]}")
+    for tensor in tensors if verbose else groups[False]:
+        print(f"    {tensor['tensor']:34} {tensor['error']:.3e}  limit {tensor['limit']:.0e}  {'ok' if tensor['ok'] else 'FAIL'} {tensor['note']}")
+
+
+def summarise(rows: list[dict], *, expected: int) -> int:
+    """Last line of the output; 1 when anything failed or is missing."""
+    tensors = [tensor for row in rows for tensor in row.get("tensors", [])]
+    worst = max((tensor["error"] for tensor in tensors), default=0.0)
+    failed = [row for row in rows if row.get("error") or not all(t["ok"] for t in row["tensors"])]
+    ok = not failed and len(rows) == expected and expected > 0
+    print(f"cases {len(rows)} of {expected}, tensors {len(tensors)}, worst error {worst:.2e}: {'ok' if ok else 'FAIL'}")
+    return 0 if ok else 1

@@ -1,0 +1,197 @@
+"""What rank 0 can ask all ranks to do with a HunyuanImage-3.0 checkpoint. JSON and tensors in, JSON and tensors out, equal on every rank.
+
+Every operation names its engine in ``args["engine"]`` and finds it resident or loads it, so a rank that lost its engine (a restart, "free memory")
+needs no special case. One engine is resident at a time: two 80B models fit no device.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ...parallel.operations import OperationContext, Tensors, register
+from .denoise import DenoiseRow
+from .engine import Engine, ImageRequest
+from .loading import LoadOptions
+from .model import StepInputs
+from .sequence import ImageRows
+from .text_generation import Sampling, TextRequest
+from .token_row import TokenRow
+
+MODEL = "hunyuan_image_3"
+_LOAD_REPORTS = 200
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """Which engine: the folder, how its weights are kept, and how guided rows are run. The plan comes with the operation."""
+
+    folder: str
+    weight_dtype: str = "auto"
+    moe_layout: str = "micro_major"
+    moe_path: str = "multi_micro"
+    cfg_mode: str = "batched"
+    reuse_text: bool = True
+
+    def options(self) -> LoadOptions:
+        return LoadOptions(self.weight_dtype, self.moe_layout, self.moe_path)
+
+
+class EngineSlot:
+    """The engine that is resident in this process."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._key: object = None
+
+    def get(self, context: OperationContext, arguments: EngineArguments) -> Engine:
+        comm = context.section.communicator
+        key = (arguments, context.plan, str(context.device))
+        if self._engine is None or self._key != key:
+            self.drop()
+            where = context.cluster.record.where()
+            context.section.start_phase("load", "value")
+            self._engine = Engine.load(
+                arguments.folder,
+                context.plan,
+                comm,
+                arguments.options(),
+                device=context.device,
+                cfg_mode=arguments.cfg_mode,
+                reuse_text=arguments.reuse_text,
+                progress=_load_reports(context),
+            )
+            self._key = key
+            context.section.start_phase(where[0] or "section")
+        elif self._engine.model.comm is not comm:
+            self._engine.connect(comm)
+        return self._engine
+
+    def drop(self) -> None:
+        self._engine, self._key = None, None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+_slot = EngineSlot()
+
+
+def _load_reports(context: OperationContext) -> Any:
+    last = [-1]
+
+    def progress(done: int, total: int) -> None:
+        share = done * _LOAD_REPORTS // total
+        if share != last[0]:
+            last[0] = share
+            context.section.report({"kind": "load", "done": share, "total": _LOAD_REPORTS})
+
+    return progress
+
+
+def _engine(context: OperationContext, args: dict[str, Any]) -> Engine:
+    return _slot.get(context, EngineArguments(**args["engine"]))
+
+
+@register(f"{MODEL}.load")
+def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Nothing but the engine; returns what a node shows of it."""
+    engine = _engine(context, args)
+    resident = sum(p.nbytes for p in engine.model.around.parameters())
+    return {"plan": context.plan.describe(), "around_bytes": resident}, {}
+
+
+@register(f"{MODEL}.generate_text")
+def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """args: prompt, system_prompt, cot_text, task, image_size ("auto" or "HxW"), max_new_tokens, seed, do_sample, temperature, top_k, top_p,
+    repetition_penalty -> the fields of TextResult plus height and width."""
+    engine = _engine(context, args)
+    sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
+    auto = args["image_size"] == "auto"
+    request = TextRequest(
+        prompt=args["prompt"],
+        system_prompt=args["system_prompt"],
+        cot_text=args["cot_text"],
+        task=args["task"],
+        need_ratio=auto,
+        max_new_tokens=args["max_new_tokens"],
+        sampling=sampling,
+    )
+    context.section.start_phase("AR", "token")
+    result = engine.generate_text(request, check=context.section.check, report=context.section.report)
+    index = result.ratio_index
+    if not auto:
+        index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
+    height, width = engine.table.size(index if index is not None else engine.table.nearest(1, 1))
+    values = asdict(result)
+    measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds")}
+    return values | {"height": height, "width": width, "measured": measured}, {}
+
+
+@register(f"{MODEL}.denoise")
+def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """One model call of the host's sampler. args: rows [{kind, row}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w], one per row ->
+    velocity [n, C, h, w]."""
+    engine = _engine(context, args)
+    context.section.start_phase("denoise")
+    latents = tensors["latents"]
+    rows = [DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], (), i) for i, item in enumerate(args["rows"])]
+    after = args.get("sigma_next")
+    step = StepInputs(
+        timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
+    )
+    return {}, {"velocity": engine.velocity(rows, latents, step)}
+
+
+def _fp32(sigma: float) -> float:
+    """1000·σ as the schedule computes it, in fp32."""
+    return float(torch.tensor(sigma, dtype=torch.float32) * 1000.0)
+
+
+@register(f"{MODEL}.sample")
+def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds;
+    -> latents [b, C, h, w], unscaled."""
+    engine = _engine(context, args)
+    uncond = None if args["uncond"] is None else TokenRow.from_json(args["uncond"])
+    rows = ImageRows(TokenRow.from_json(args["cond"]), uncond, args["height"], args["width"], args["ratio_index"])
+    request = ImageRequest(
+        rows=rows,
+        steps=args["steps"],
+        guidance=args["guidance"],
+        flow_shift=args["flow_shift"],
+        seeds=tuple(args["seeds"]),
+    )
+    context.section.start_phase("denoise")
+
+    def show(index: int, step: Any) -> None:
+        context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": step.latent_in.cpu()})
+
+    latent = engine.sample(request, check=context.section.check, trace=show)
+    return {}, {"latents": engine.unscale(latent)}
+
+
+@register(f"{MODEL}.vae_decode")
+def vae_decode(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """latents [b, C, h, w] unscaled -> pixels [b, 3, H, W] in [-1, 1], not clamped."""
+    engine = _engine(context, args)
+    context.section.start_phase("VAE decode")
+    return {}, {"pixels": engine.vae_decode(tensors["latents"])}
+
+
+@register(f"{MODEL}.vae_encode")
+def vae_encode(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """pixels [b, 3, H, W] in [-1, 1] -> latents [b, C, h, w]: the posterior mean, unscaled."""
+    engine = _engine(context, args)
+    context.section.start_phase("VAE encode")
+    return {}, {"latents": engine.vae_encode(tensors["pixels"])[0]}
+
+
+@register(f"{MODEL}.unload")
+def unload(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Free the resident engine of every rank; the next operation loads again."""
+    _slot.drop()
+    return {}, {}
