@@ -25,6 +25,7 @@ from phase_parallel.models.hunyuan_image_3.sequence import (
     resolution_table,
     rope_tables,
 )
+from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_settings
 from phase_parallel.models.hunyuan_image_3.system_prompts import clean_system_prompt
 from phase_parallel.models.hunyuan_image_3.text_rules import COT_TASKS
 from phase_parallel.models.hunyuan_image_3.tokenizer import HunyuanTokenizer
@@ -43,8 +44,13 @@ def models(golden_dir: Path) -> dict[str, Model]:
 
 
 @pytest.fixture(scope="module")
-def by_kind(models: dict[str, Model]) -> dict[str, Model]:
-    return {config.kind: (config, tokenizer) for config, tokenizer in models.values()}
+def by_kind(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    found = {}
+    for kind in ("base", "instruct", "distil"):
+        folder = tmp_path_factory.mktemp("settings") / kind
+        write_settings(folder, SyntheticSpec(kind=kind))
+        found[kind] = load_model(folder)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +262,36 @@ def test_text_row_ends_where_the_model_continues(by_kind, kind, task, cot_text, 
     assert tokenizer.decode(row.tokens).endswith(end)
     assert row.gen is None
     assert row.prefix_length == len(row)
+
+
+def test_distil_has_its_special_tokens_before_the_picture_and_no_uncond_row(by_kind) -> None:
+    config, tokenizer = by_kind["distil"]
+    rows = build_image_rows(tokenizer, config, **TEXTS, height=1000, width=750)
+    assert rows.uncond is None
+    assert (rows.height, rows.width, rows.ratio_index) == (1024, 768, 33)
+    gen = rows.cond.gen
+    assert "<img_ratio_33><timestep><guidance><timestep_r><img>" in tokenizer.decode(rows.cond.tokens)
+    assert (gen.guidance_index, gen.timestep_r_index) == (gen.timestep_index + 1, gen.timestep_index + 2)
+    assert gen.image == (gen.timestep_index + 3, gen.timestep_index + 3 + 64 * 48)
+
+
+def test_two_pictures_stand_before_the_prompt_in_order(by_kind) -> None:
+    config, tokenizer = by_kind["instruct"]
+    second = replace(PICTURE, ratio_index=0, vae_grid=(1, 1))
+    texts = {**TEXTS, "cond_images": [PICTURE, second]}
+    row = build_text_row(tokenizer, config, **texts, task="auto")
+    size = "<boi><img_size_256>"
+    assert tokenizer.decode(row.tokens) == (
+        f"<|startoftext|>User: {size}<img_ratio_16><timestep>{'<img>' * 6}<joint_img_sep>{'<img>' * 6}<eoi>"
+        f"{size}<img_ratio_0><timestep><img><joint_img_sep>{'<img>' * 6}<eoi>a cat\n\nAssistant: "
+    )
+    rows = build_image_rows(tokenizer, config, **texts, **SQUARE)
+    assert rows.cond.cond == row.cond == rows.uncond.cond
+    for span, image in zip(row.cond, (PICTURE, second), strict=True):
+        assert (span.vae_grid, span.vit_grid) == (image.vae_grid, image.vit_grid)
+        for start, stop in (span.vae, span.vit):
+            assert set(row.tokens[start:stop]) == {tokenizer.special.img}
+        assert row.tokens[span.timestep_index] == tokenizer.special.timestep
 
 
 def test_too_long_rows_are_refused(by_kind) -> None:

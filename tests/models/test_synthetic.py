@@ -24,6 +24,7 @@ from phase_parallel.models.hunyuan_image_3.synthetic import (
 )
 from phase_parallel.models.hunyuan_image_3.text_rules import StageRules, cot_from_tokens, sample_token
 from phase_parallel.models.hunyuan_image_3.tokenizer import HunyuanTokenizer
+from phase_parallel.models.hunyuan_image_3.vae import Vae
 
 TEXTS = {"prompt": "a cat", "system_prompt": None, "cot_text": None, "cond_images": []}
 
@@ -94,6 +95,18 @@ def test_values_follow_the_seed_and_not_the_shards(instruct: Path, tmp_path: Pat
     assert all(torch.equal(same[key], first[key]) for key in first)
     assert not any(torch.equal(other[key], first[key]) for key in first)
     assert progress[-1][0] == progress[-1][1] == sum(tensor.nbytes for tensor in same.values())
+
+
+def test_vae_gives_a_picture_that_is_not_flat(instruct: Path) -> None:
+    config = HunyuanImage3Config.from_folder(instruct)
+    vae = Vae(config.vae).requires_grad_(False)
+    weights = read_all(instruct)
+    vae.load_state_dict({key[4:]: weights[key] for key in weights if key.startswith("vae.")})
+    latent = torch.randn(1, config.vae.latent_channels, 4, 4, generator=torch.Generator().manual_seed(1))
+    picture = vae.decode(latent)
+    assert picture.isfinite().all()
+    assert (picture.std((0, 2, 3)) > 0.2).all()
+    assert picture.abs().max() < 10
 
 
 def text_logits(weights: dict[str, Tensor], config: HunyuanImage3Config, tokens: list[int]) -> Tensor:
