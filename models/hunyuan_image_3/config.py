@@ -256,9 +256,7 @@ def _read_aligner(fields: Fields) -> AlignerConfig:
 
 
 def _read_generation(fields: Fields, max_positions: int) -> GenerationDefaults:
-    """Absent sampling fields get the values of the Hugging Face generation defaults that the release relies
-    on.
-    """
+    """Absent sampling fields get the Hugging Face defaults, which the release relies on."""
     eos = fields.values.get("eos_token_id")
     return GenerationDefaults(
         sequence_template=fields.word("sequence_template", ("pretrain", "instruct"), default="pretrain"),

@@ -1,5 +1,4 @@
-"""Typed reading of a checkpoint's JSON files: every refusal is one sentence that names the file and the
-field.
+"""Typed reading of a checkpoint's JSON files; a refusal is one sentence that names the file and the field.
 
 Knows nothing about the model. Imports the standard library only.
 """
@@ -56,8 +55,8 @@ class Fields:
     def refuse(self, name: str, value: object, supported: str) -> None:
         """Raise the sentence for a value this pack does not run."""
         raise ConfigError(
-            f"{self.where}: {name} is {value!r}, but only {supported} is supported; use a released "
-            f"checkpoint."
+            f"{self.where}: {name} is {value!r}, but only {supported} is supported; "
+            "use a released checkpoint."
         )
 
     def integer(self, name: str, *, default: object = _REQUIRED, smallest: int = 1) -> int:
@@ -105,9 +104,7 @@ class Fields:
         return tuple(Fields({name: item}, self.where).integer(name, smallest=smallest) for item in items)
 
     def per_layer(self, name: str, layers: int) -> tuple[int, ...]:
-        """One whole number per layer, from a number for all layers or from a list that has at least one for
-        each.
-        """
+        """One whole number per layer, from one number for all layers or from a list."""
         values = self.integers(name)
         if not isinstance(self.values[name], list):
             return values * layers

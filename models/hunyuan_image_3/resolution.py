@@ -1,5 +1,4 @@
-"""The picture sizes a checkpoint can make: a fixed table of heights and widths, one row per `<img_ratio_k>`
-token.
+"""The picture sizes a checkpoint can make: a fixed table, one height and width per `<img_ratio_k>` token.
 
 A requested size is never generated as such: the row with the nearest height/width ratio decides both the
 token and the actual size. Pure; imports the standard library only.
@@ -57,9 +56,7 @@ class ResolutionTable:
         return self.rows[index]
 
     def nearest(self, height: int, width: int) -> int:
-        """Index of the first row whose height/width is nearest to the given one. Raises ImageSizeError on a
-        zero side.
-        """
+        """Index of the first row with the nearest height/width. Raises ImageSizeError on a zero side."""
         if height < 1 or width < 1:
             raise ImageSizeError(
                 f"The picture size {height} x {width} is empty; both sides must be at least 1."
@@ -98,9 +95,7 @@ class ResolutionTable:
 
 
 def _walk(base: int) -> list[tuple[int, int]]:
-    """From the square to 2:1/2 of the base size in both directions, in steps of base/16, sorted by
-    height/width.
-    """
+    """From the square to twice and half the base size in 16 steps, both ways; sorted by height/width."""
     step, low, high = base // STEPS, base // 2, base * 2
     rows = [(base, base)]
     long, short = base, base

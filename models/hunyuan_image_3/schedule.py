@@ -1,6 +1,4 @@
-"""The flow-matching schedule: noise levels, the Euler step, and the numbers the embedders are fed. Imports
-torch only.
-"""
+"""The flow-matching schedule: noise levels, Euler step, embedder inputs. Imports torch only."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ class ScheduleError(ValueError):
 
 
 def flow_sigmas(steps: int, shift: float) -> torch.Tensor:
-    """Noise levels from 1 down to 0, fp32 `[steps + 1]` on the CPU; step i goes from `sigmas[i]` to `sigmas[i
-    + 1]`.
+    """Noise levels from 1 down to 0, fp32 `[steps + 1]` on the CPU; step i goes from entry i to i + 1.
 
     `shift` above 1 spends more steps at high noise. Raises ScheduleError when steps < 1 or shift is not a
     positive number.
@@ -39,9 +36,7 @@ def flow_timesteps(sigmas: torch.Tensor) -> torch.Tensor:
 
 
 def guidance_embedding_input(guidance: float) -> float:
-    """What Distil's guidance embedder is fed: 1000 times the guidance, rounded to bf16 as in training (2.5
-    gives 2496).
-    """
+    """What Distil's guidance embedder is fed: 1000 times the guidance, rounded to bf16 (2.5 gives 2496)."""
     return float(torch.tensor(TIMESTEP_SCALE * guidance, dtype=torch.bfloat16))
 
 

@@ -1,5 +1,4 @@
-"""From a prompt, a system prompt, an assistant text and pictures to token rows: the templates of the
-releases.
+"""From prompt, system prompt, assistant text and pictures to token rows: the templates of the releases.
 
 Every text section is tokenized on its own. The texts come here in their final form: whitespace rules of
 system prompts are in `system_prompts`, refusals of what a user may not type in `tokenizer`. Pure; imports
@@ -40,9 +39,7 @@ _COT_PAIR = re.compile(r"<(think|recaption)>(.*?)</\1>", re.DOTALL)
 
 @dataclass(frozen=True)
 class CondImage:
-    """A conditioning picture as the row needs it: size token, latent grid, real patch grid, patch slots with
-    padding.
-    """
+    """What a row needs of a conditioning picture: ratio, latent grid, real patch grid, slots with padding."""
 
     ratio_index: int
     vae_grid: Grid
@@ -52,9 +49,7 @@ class CondImage:
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The conditional row, the unconditional row of equal length (None for Distil), and the picture's actual
-    size.
-    """
+    """Conditional row, unconditional row of equal length (None for Distil), actual size of the picture."""
 
     cond: TokenRow
     uncond: TokenRow | None
@@ -140,9 +135,7 @@ def build_text_row(
 
 
 class _RowBuilder:
-    """Appends sections to the conditional and the unconditional row at once, so that their indices always
-    agree.
-    """
+    """Appends sections to the conditional and the unconditional row at once: their indices always agree."""
 
     def __init__(self, tokenizer: HunyuanTokenizer, config: HunyuanImage3Config) -> None:
         self.tokenizer = tokenizer
@@ -235,8 +228,8 @@ class _RowBuilder:
         patches = image.vit_grid[0] * image.vit_grid[1]
         if patches > image.vit_slots:
             raise SequenceError(
-                f"An input picture has {patches} patches but {image.vit_slots} slots; make the picture "
-                f"smaller."
+                f"An input picture has {patches} patches but {image.vit_slots} slots; "
+                "make the picture smaller."
             )
         self._picture_head(image.ratio_index)
         timestep, _ = self.token(self.special.timestep)

@@ -1,5 +1,4 @@
-"""Writes a small random checkpoint in the official folder format: for demos, tests and benchmarks without the
-release.
+"""Writes a random checkpoint in the official folder format, for demos, tests and benchmarks.
 
 Any sizes; streamed shard by shard, so that host memory stays near `max_shard_bytes` (or the largest tensor)
 whatever the checkpoint's size. Imports torch, safetensors and its neighbours only.

@@ -24,7 +24,7 @@ _SIZES = (256, 512, 768, 1024)
 
 
 def special_names(kind: Literal["base", "instruct", "distil"], image_base_size: int) -> list[str]:
-    """Special tokens in id order: like the releases, base has no `<timestep_r>` and no extra ratio tokens,
+    """Special tokens in id order. As in the releases, base lacks `<timestep_r>` and the extra ratio tokens,
     and the extra ratio tokens do not follow the others directly.
     """
     names = [*_NAMES, *(f"<img_size_{size}>" for size in sorted({*_SIZES, image_base_size}))]

@@ -1,5 +1,4 @@
-"""Which system prompt a row gets: the type the user chose, the text that belongs to it, and the whitespace
-rule.
+"""Which system prompt a row gets: the user's type, the text that belongs to it, the whitespace rule.
 
 The official texts are not part of this pack. They are read, as data, from the `system_prompt.py` that lies in
 the checkpoint folder (or from a copy the user names); that file is parsed and never executed. Imports the
@@ -76,9 +75,7 @@ def clean_system_prompt(text: str | None, kind: Literal["base", "instruct", "dis
 
 
 def official_prompt(source: Path, prompt_type: str) -> str:
-    """The stored text of one official type ("en_unified", ...), unstripped. Raises SystemPromptError if it is
-    not there.
-    """
+    """The stored text of one official type, unstripped. Raises SystemPromptError if it is not there."""
     if not source.is_file():
         raise SystemPromptError(
             f"The system prompt {prompt_type} is read from {source}, which is missing; copy the official "
@@ -106,9 +103,7 @@ def _read(path: Path) -> str:
 
 
 def _official_texts(source: Path) -> dict[str, str]:
-    """All official types found among the module's string constants: by the keys of a table, else by variable
-    names.
-    """
+    """Official types found among the module's string constants, by table keys, else by variable names."""
     try:
         module = ast.parse(_read(source), filename=str(source))
     except (SyntaxError, ValueError) as error:
@@ -137,9 +132,7 @@ def _official_texts(source: Path) -> dict[str, str]:
 
 
 def _by_name(strings: dict[str, str]) -> dict[str, str]:
-    """Match variables such as `..._en_think_recaption` or `unified_..._en` to types by the words in their
-    names.
-    """
+    """Match variables such as `..._en_recaption` or `unified_..._en` to types by the words in their names."""
     found: dict[str, str] = {}
     for name, text in strings.items():
         words = set(name.lower().split("_"))

@@ -134,8 +134,7 @@ def sample_token(
     repetition_penalty: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> int:
-    """Choose the next token from raw logits `[V]` fp32, in the order repetition penalty, rules, temperature,
-    top-k, top-p.
+    """Choose the next token from raw logits `[V]`, fp32: penalty, rules, temperature, top-k, top-p, draw.
 
     `tokens` are the prompt and everything generated so far. `do_sample` false takes the largest logit and
     ignores temperature, top_k (0 = off) and top_p (1 = off). Draws on the generator's device, so that a CPU
@@ -194,9 +193,7 @@ def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CotText:
-    """The assistant text for the image stage, the recaption alone (None if there is none), and whether it was
-    cut off.
-    """
+    """Assistant text for the image stage, the recaption alone (or None), and whether it was cut off."""
 
     cot_text: str
     recaption: str | None
@@ -204,8 +201,7 @@ class CotText:
 
 
 def cot_from_tokens(tokenizer: HunyuanTokenizer, task: BotTask, generated: Sequence[int]) -> CotText:
-    """The assistant text that a think or recaption run wrote: opening tag and all up to the first closing
-    tag.
+    """The assistant text that a run wrote: opening tag and everything up to the first closing tag.
 
     If the closing tag never came, everything generated belongs to the text and `truncated` is set.
     """
@@ -227,8 +223,6 @@ def cot_from_tokens(tokenizer: HunyuanTokenizer, task: BotTask, generated: Seque
 
 
 def keep_recaption(cot_text: str) -> str:
-    """What drop_think leaves of an assistant text: from the recaption's opening tag on; all of it if there is
-    none.
-    """
+    """What drop_think leaves: the text from the recaption's opening tag on, or all of it without one."""
     start = cot_text.find("<recaption>")
     return cot_text if start < 0 else cot_text[start:]

@@ -1,5 +1,4 @@
-"""One row of tokens and where its pictures lie: positions, attention slices, and nothing about how it was
-made.
+"""One row of tokens and where its pictures lie: positions and attention slices, not how it was made.
 
 A row is used through `positions` and `full_slices`; the S x S mask exists for tests and checks only. Indices
 count tokens of the row from 0; a span is (start, stop) with stop exclusive; a grid is (rows, columns).
@@ -25,9 +24,7 @@ class SequenceError(ValueError):
 
 @dataclass(frozen=True)
 class CondSpan:
-    """A conditioning picture inside a row; the first gh*gw tokens of `vit` are patches, the rest padding
-    slots.
-    """
+    """A conditioning picture in a row; the first gh*gw tokens of `vit` are patches, the rest padding."""
 
     timestep_index: int
     vae: Span
@@ -60,9 +57,7 @@ class TokenRow:
 
     @property
     def prefix_length(self) -> int:
-        """Tokens before the generated picture's block, which no denoise step changes; the whole row if it has
-        none.
-        """
+        """Tokens before the generated picture's block; no denoise step changes them; all without one."""
         return len(self.tokens) if self.gen is None else self.gen.timestep_index
 
     def positions(self, cond_attn: str, *, rope_type: str = "2d") -> list[tuple[int, int]]:
