@@ -1,4 +1,4 @@
-"""`python -m phase_parallel ...` when the pack is installed, `python FOLDER_OF_THE_PACK ...` when it is not."""
+"""`python -m phase_parallel ...` when the pack is installed, `python FOLDER_OF_THE_PACK ...` when not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def _package_name() -> str:
-    """The name under which this folder is a package; run by its path it has none yet and gets the usual one."""
+    """The name under which this folder is a package; run by its path it has none yet, and gets the usual."""
     if __package__:
         return __package__
     root = Path(__file__).resolve().parent

@@ -1,4 +1,6 @@
-"""Run the ranks under torchrun's elastic agent, in this process, with a store that only this machine can reach."""
+"""Run the ranks under torchrun's elastic agent, in this process, with a store that only this machine
+reaches.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ TAIL_LINES = 30
 
 
 class LoopbackStore:
-    """The TCPStore of a launch. TCPStore listens on every interface; handed a socket that listens already, it does not."""
+    """The TCPStore of a launch. TCPStore listens everywhere, unless handed a listening socket."""
 
     def __init__(self) -> None:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -99,7 +101,7 @@ def run_ranks(
     is_ready: Callable[[], bool],
     on_failure: Callable[[str], None],
 ) -> Outcome:
-    """Start the ranks and stay until they end. Must run in the main thread: the agent handles signals there."""
+    """Start the ranks and stay until they end. Main thread only: the agent handles signals there."""
     # The agent warns of every stop, as if a stop were a fault. Each of its loggers has a level of its own.
     for module in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import LaunchError
@@ -12,6 +13,10 @@ from .errors import LaunchError
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns its exit code; a LaunchError becomes one line on stderr and 1."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["check"]:
+        from . import check  # reads its own options
+
+        return _report_errors(lambda: check.main(words[1:]))
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []
     if "--" in words:
@@ -21,8 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     if comfy_flags and options.command != "up":
         parser.error(f"`--` and ComfyUI flags go with `up`, not with `{options.command}`")
+    return _report_errors(lambda: _COMMANDS[options.command](options, comfy_flags))
+
+
+def _report_errors(command: Callable[[], int]) -> int:
     try:
-        return _COMMANDS[options.command](options, comfy_flags)
+        return command()
     except LaunchError as error:
         print(f"phase-parallel: {error}", file=sys.stderr)
         return 1
@@ -77,15 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine and say what to do")
     doctor.add_argument("--model", type=Path, metavar="DIR", help="also check this checkpoint folder")
 
-    _add_check(commands)
+    # Only for the list of commands; `main` hands the words behind it to the command itself.
+    commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
     return parser
-
-
-def _add_check(commands: argparse._SubParsersAction) -> None:
-    check = commands.add_parser(
-        "check", help="compare this pack with every case of a golden folder", add_help=False
-    )
-    check.add_argument("rest", nargs=argparse.REMAINDER)
 
 
 def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
@@ -122,10 +125,4 @@ def _doctor(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     return doctor(options.model)
 
 
-def _check(options: argparse.Namespace, comfy_flags: list[str]) -> int:
-    from . import check
-
-    return check.main(options.rest)
-
-
-_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "doctor": _doctor, "check": _check}
+_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "doctor": _doctor}

@@ -1,4 +1,4 @@
-"""Find a ComfyUI to run in, or obtain one: COMFYUI_DIR, the one around this checkout, a pinned git tag, a package."""
+"""Find a ComfyUI or obtain one: COMFYUI_DIR, the one around this checkout, a pinned git tag, a package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 def find_host(
     say: Say, *, comfy_dir: str | None, pack_root: Path = PACK_ROOT, state: Path = STATE_FOLDER
 ) -> ComfyHost:
-    """The ComfyUI to use; obtains one when there is none. `say` gets at most one line that explains the choice.
+    """The ComfyUI to use; obtains one when there is none. `say` gets at most one line, the reason.
 
     comfy_dir: the value of COMFYUI_DIR, if it is set.
     Raises LaunchError when comfy_dir is not a ComfyUI, or when no ComfyUI can be had.

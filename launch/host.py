@@ -84,7 +84,7 @@ class ComfyHost:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank lives: its own folder in the run folder, the shared base folder, its port and device type."""
+    """Where one rank lives: its own folder in the run folder, the shared base folder, port, device type."""
 
     rank: int
     port: int
@@ -151,7 +151,7 @@ def _flags(root: Path) -> frozenset[str]:
 def split_extra_flags(host: ComfyHost, extra: list[str]) -> tuple[list[str], list[str]]:
     """Check what stands after `--` and divide it: (for rank 0, for the other ranks).
 
-    Raises LaunchError, before any rank starts, for a flag that we own, that this host lacks, or with a bad value.
+    Raises LaunchError, before any rank starts, for a flag that we own, that this host lacks or that it refuses.
     """
     groups: list[list[str]] = []
     for word in extra:
@@ -191,7 +191,7 @@ def reachable_address(rank0_flags: list[str]) -> str:
 
 
 def make_base(host: ComfyHost, base: Path, pack_root: Path) -> None:
-    """Create the folders that the ranks of a host share, with the pack linked in (nothing for a host used in place)."""
+    """Create the folders that the ranks share, with the pack linked in; nothing for a host used in place."""
     if host.in_place:
         return
     for name in ("custom_nodes", "input", "output", "user", f"models/{MODEL_FOLDER_TYPE}"):
@@ -230,7 +230,7 @@ def write_model_paths(host: ComfyHost, base: Path, target: Path) -> Path | None:
 def rank_arguments(
     host: ComfyHost, place: RankPlace, extra: list[str], model_paths: Path | None
 ) -> list[str]:
-    """The command line of one rank's ComfyUI. Everything that a rank writes is its own; input and models are shared."""
+    """The command line of one rank's ComfyUI. What a rank writes is its own; input and models are shared."""
     first = place.rank == 0
     words = ["--port", str(place.port), "--temp-directory", str(place.own)]
     if not (first and "--listen" in extra):
@@ -272,7 +272,7 @@ def user_folder(host: ComfyHost, place: RankPlace) -> Path | None:
 
 
 def patched_user_folder(host: ComfyHost, place: RankPlace) -> Path | None:
-    """For hosts without --user-directory: the folder that rank.py puts into folder_paths before main.py runs."""
+    """For hosts without --user-directory: the folder that rank.py puts into folder_paths beforehand."""
     return None if host.knows("--user-directory") else user_folder(host, place)
 
 

@@ -1,6 +1,7 @@
 """Last step of the set-up, run inside .venv: have a ComfyUI, and install what its requirements.txt adds.
 
-Never used in a user's own environment: there the packages are the user's business, and `doctor` names missing ones.
+Never used in a user's own environment: there the packages are the user's business, and `doctor` names missing
+ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _CHOSEN_BY_SETUP = frozenset({"torch", "torchvision", "torchaudio"})
 
 
 def missing_requirements(requirements: Path) -> list[str]:
-    """Lines of a requirements.txt whose package is absent, or present in another version than an exact pin asks for."""
+    """Lines of a requirements.txt whose package is absent, or present in another version than an exact pin
+    asks for.
+    """
     missing = []
     for line in requirements.read_text().splitlines():
         found = re.match(r"([A-Za-z0-9._-]+)\s*(?:==\s*([^\s;,]+))?", line.strip())

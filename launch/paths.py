@@ -1,4 +1,6 @@
-"""Where things lie: the checkout, what it keeps between runs, and the per-user folder that running launches share."""
+"""Where things lie: the checkout, what it keeps between runs, and the per-user folder that running launches
+share.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def runtime_folder() -> Path:
     # In a world-writable /tmp somebody else could have made the folder first.
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         raise LaunchError(
-            f"{folder} does not belong to this user alone; remove it, or point XDG_RUNTIME_DIR at a private folder."
+            f"{folder} does not belong to this user alone; "
+            "remove it, or point XDG_RUNTIME_DIR at a private folder."
         )
     return folder
 

@@ -8,13 +8,16 @@ import socket
 from .errors import LaunchError
 
 COMFYUI_PORT = 8188
-# Below Linux's ephemeral range (32768 and up): an outgoing connection cannot take a port between our look and the bind.
+# Below Linux's ephemeral range (32768 and up): an outgoing connection cannot take a port between our look and
+# the bind.
 _WORKER_PORTS = range(20000, 32000)
 _TRIES = 200
 
 
 def is_free(port: int, address: str = "127.0.0.1") -> bool:
-    """True when a server could listen on address:port now (a connection in TIME_WAIT does not count as taken)."""
+    """True when a server could listen on address:port now (a connection in TIME_WAIT does not count as
+    taken).
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """Entry of every rank: becomes the ComfyUI that the launcher described, inside this very process.
 
-Run as a script by the elastic agent, with the path of the launch's plan. Standard library only: ComfyUI must be
-the first to import torch, and this pack must not be imported here under a second name.
+Run as a script by the elastic agent, with the path of the launch's plan. Standard library only: ComfyUI must
+be the first to import torch, and this pack must not be imported here under a second name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXIT_ENDED_BY_ITSELF = 3
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the agent dies, however it dies (NCCL calls ignore polite signals)."""
+    """Have the kernel kill this process when the agent dies, in whatever way that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(EXIT_ENDED_BY_ITSELF)
@@ -36,8 +36,8 @@ def own_device(local_rank: int, visible: str | None) -> str:
 def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
     die_with(plan["agent_pid"])
-    # Both end the process at once: a rank that waits in a collective cannot run a Python handler, and everything that
-    # it writes for itself lies in the run folder, which the launcher removes.
+    # Both end the process at once: a rank that waits in a collective cannot run a Python handler, and
+    # everything that it writes for itself lies in the run folder, which the launcher removes.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -45,6 +45,8 @@ def main() -> int:
     run_folder = Path(plan["run_folder"])
     mine = plan["ranks"][rank]
     os.environ.update(mine["environment"])
+    # The interpreter read this name when it started; children of this process will read it again.
+    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX", sys.pycache_prefix)
     if plan["device"] == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = own_device(local_rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     report = run_folder / f"rank{rank}.json"

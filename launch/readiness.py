@@ -7,49 +7,43 @@ import os
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from .http_json import Refused, get_json
 from .records import LaunchRecord
 
 POLL_S = 0.3
-# Four ranks on two cores import torch and ComfyUI in about 30 s; a slow disk or a cold cache takes several times that.
+# Four ranks on two cores import torch and ComfyUI in about 30 s; a slow disk or a cold cache takes several
+# times that.
 START_TIMEOUT_S = 600.0
 STATUS_ROUTE = "/phase_parallel/status"
-
-# A proxy from the environment must never see the ranks' loopback traffic.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def get_json(url: str, timeout: float = 10.0) -> Any:
-    """GET a JSON document from a rank. Raises OSError (urllib's errors are OSErrors) or ValueError."""
-    with _DIRECT.open(url, timeout=timeout) as answer:
-        return json.load(answer)
 
 
 def answers(url: str) -> bool:
     """True when a ComfyUI is up there."""
     try:
         get_json(url + "/system_stats")
-    except (OSError, ValueError):
+    except (OSError, ValueError, Refused):
         return False
     return True
 
 
 def pack_is_loaded(url: str) -> bool:
-    """True when the ComfyUI there has loaded this pack (ComfyUI goes on without a pack that fails to import)."""
+    """True when the ComfyUI there has loaded this pack (ComfyUI goes on without a pack that fails to
+    import).
+    """
     try:
         get_json(url + STATUS_ROUTE)
-    except urllib.error.HTTPError as error:
-        return error.code != 404
+    except Refused as refusal:
+        return refusal.status != 404
     return True
 
 
 class ReadinessWatch(threading.Thread):
-    """Keeps the record up to date; `failure` is set, and the agent told to stop, when the ranks do not come up."""
+    """Keeps the record up to date; `failure` is set, and the agent told to stop, when the ranks do not come
+    up.
+    """
 
     def __init__(
         self,
@@ -85,11 +79,14 @@ class ReadinessWatch(threading.Thread):
             elif time.monotonic() > deadline:
                 late = ", ".join(str(entry.rank) for entry in self._record.ranks if not entry.ready)
                 self._give_up(
-                    f"Rank {late} did not answer within {self._timeout_s:.0f} s of its start; see its lines above."
+                    f"Rank {late} did not answer within {self._timeout_s:.0f} s of its start; "
+                    "see its lines above."
                 )
 
     def _reports(self) -> dict[int, dict[str, int]]:
-        """What rank.py wrote about each rank that has begun: its process id and how often the ranks were restarted."""
+        """What rank.py wrote about each rank that has begun: its process id and how often the ranks were
+        restarted.
+        """
         found = {}
         for entry in self._record.ranks:
             path = self._run_folder / f"rank{entry.rank}.json"

@@ -1,4 +1,6 @@
-"""One small JSON file per running launch, so that `status` finds it, and a lock so that a folder has one launch."""
+"""One small JSON file per running launch, so that `status` finds it, and a lock so that a folder has one
+launch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class RankEntry:
 
 @dataclass
 class LaunchRecord:
-    """What is known about one launch. `state` is starting, ready or stopping; `born` tells a re-used pid apart."""
+    """What is known about one launch. `state` is starting, ready or stopping; `born` tells a re-used pid
+    apart.
+    """
 
     pid: int
     born: int
@@ -65,7 +69,9 @@ def read_record(pid: int) -> LaunchRecord | None:
 
 
 def process_birth(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when there is no such process (or only its remains)."""
+    """Start time of a process in clock ticks since boot; None when there is no such process (or only its
+    remains).
+    """
     try:
         # The command in parentheses may hold spaces: count the fields behind it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

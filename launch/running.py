@@ -1,7 +1,7 @@
 """Ranks for the length of a `with` block: started, ready, stopped, and proven to have left nothing behind.
 
-Used by the demo and by tests. The ranks run under `phase-parallel up` in a process of its own, so a test exercises the
-very command that a user types.
+Used by the demo and by tests. The ranks run under `phase-parallel up` in a process of its own, so a test
+exercises the very command that a user types.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ POLL_S = 0.2
 class Launch:
     """`with Launch(ranks=4, models=[folder]) as launch: post(launch.url + "/prompt", ...)`.
 
-    folder: temporary; its `base/output` holds what rank 0 saves.  log: everything that the ranks printed so far.
+    folder: temporary, removed at the end.
     environment: variables for the launch on top of this process's own (COMFYUI_DIR chooses the ComfyUI).
-    Raises LaunchError when the ranks do not become ready, and at the end when a process, port or file is left.
+    announce: receives the launcher's own lines while the ranks start.
+
+    Raises LaunchError when the ranks do not become ready, and at the end when something is left of them.
     """
 
     def __init__(
@@ -110,6 +112,9 @@ class Launch:
     def log(self) -> str:
         return (self.folder / "log.txt").read_text(errors="replace")
 
+    def last_lines(self, count: int) -> str:
+        return "\n".join(self.log.splitlines()[-count:])
+
     def _start(self) -> None:
         base = self.folder / "base"
         flags = list(self._comfy_flags)
@@ -134,7 +139,8 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal reaches us alone; we then stop the launch in order
+                # Ctrl-C in the terminal reaches us alone; we then stop the launch in order.
+                start_new_session=True,
             )
 
     def _host_is_in_place(self) -> bool:
@@ -146,22 +152,19 @@ class Launch:
         while time.monotonic() < deadline:
             self._pass_on_lines()
             if self._process.poll() is not None:
-                raise LaunchError(f"The launch ended at once:\n{self._end_of_log()}")
+                raise LaunchError(f"The launch ended at once:\n{self.last_lines(40)}")
             record = read_record(self._process.pid)
             if record is not None and record.state == "ready":
                 self._record = record
                 return
             time.sleep(POLL_S)
-        raise LaunchError(f"The ranks were not ready after {self._timeout_s:.0f} s:\n{self._end_of_log()}")
+        raise LaunchError(f"The ranks were not ready after {self._timeout_s:.0f} s:\n{self.last_lines(40)}")
 
     def _pass_on_lines(self) -> None:
         lines = [line for line in self.log.splitlines() if line.startswith("[phase-parallel] ")]
         for line in lines[self._announced :]:
             self._announce(line.removeprefix("[phase-parallel] "))
         self._announced = len(lines)
-
-    def _end_of_log(self) -> str:
-        return "\n".join(self.log.splitlines()[-40:])
 
     def _end_process(self) -> float:
         """Stop `up` the way a user does, or kill it when that fails. Returns the seconds that it took."""

@@ -1,7 +1,7 @@
 """Make .venv in the checkout: torch, what ComfyUI imports, test tools, this pack. Standard library only.
 
-Run by the Makefile with the user's Python, before anything is installed: `python3 launch/setup_env.py --device cpu`.
-A second run finds the stamp of the first and does nothing.
+Run by the Makefile with the user's Python, before anything is installed: `python3 launch/setup_env.py
+--device cpu`. A second run finds the stamp of the first and does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main() -> int:
     try:
         if sys.version_info < OLDEST_PYTHON:
             raise SetupError(
-                f"Python {sys.version.split()[0]} is too old; choose 3.11 or newer, as in `make test PYTHON=python3.12`."
+                f"Python {sys.version.split()[0]} is too old; choose 3.11 or newer, "
+                "as in `make test PYTHON=python3.12`."
             )
         set_up(reuse_torch=device == "cuda" and torch_version() is not None)
         # In the new environment: find or obtain a ComfyUI, and install what that very version asks for.
@@ -58,8 +59,8 @@ def torch_version() -> str | None:
 def set_up(*, reuse_torch: bool) -> None:
     """Bring .venv to what the requirement files say.
 
-    reuse_torch: on a machine with GPUs the installed torch fits its driver and the one from PyPI may not, so .venv
-    is made to see the invoking Python's packages, and no second torch is installed.
+    reuse_torch: on a machine with GPUs the installed torch fits its driver and the one from PyPI may not, so
+    .venv is made to see the invoking Python's packages, and no second torch is installed.
     """
     base = {
         "python": sys.version,
@@ -97,7 +98,8 @@ def make_environment(reuse_torch: bool) -> None:
         builder.create(ENVIRONMENT)
     except (subprocess.CalledProcessError, OSError) as error:
         raise SetupError(
-            f"{sys.executable} could not make an environment in {ENVIRONMENT} ({error}); on Debian install python3-venv."
+            f"{sys.executable} could not make an environment in {ENVIRONMENT} ({error}); "
+            "on Debian install python3-venv."
         ) from error
     if reuse_torch and not sees("torch"):
         # Made from inside another environment, .venv would see that one's base and not its packages.

@@ -40,6 +40,7 @@ from .records import (
 )
 
 MAXIMUM_RANKS = 64
+DEFAULT_CPU_RANKS = 4
 # Names the process whose death ends this launch; set by the Launch context manager, never passed on to ranks.
 PARENT_VARIABLE = "PHASE_PARALLEL_PARENT"
 
@@ -76,7 +77,9 @@ def say(line: str) -> None:
 
 
 def up(options: UpOptions) -> int:
-    """Exit code: 0 after Ctrl-C or SIGTERM, 1 when the ranks failed. Raises LaunchError before anything is started."""
+    """Exit code: 0 after Ctrl-C or SIGTERM, 1 when the ranks failed. Raises LaunchError before anything is
+    started.
+    """
     die_with_parent()
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, _raise_stopped)
@@ -101,7 +104,7 @@ def up(options: UpOptions) -> int:
 
 
 def die_with_parent() -> None:
-    """End with the process that started this launch for itself (tests, demo), also when that one is killed."""
+    """End with the process that started this launch for itself (tests, demo), even if that is killed."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return
@@ -129,8 +132,8 @@ def _base_of(host: ComfyHost, asked: Path | None) -> tuple[Path, Path]:
     if host.in_place:
         if asked is not None:
             raise LaunchError(
-                f"--base cannot be used with the ComfyUI in {host.root}, which holds this pack itself and keeps its own "
-                "folders; leave --base out, or unset COMFYUI_DIR."
+                f"--base cannot be used with the ComfyUI in {host.root}, which holds this pack itself and keeps "
+                "its own folders; leave --base out, or unset COMFYUI_DIR."
             )
         return STATE_FOLDER, host.root
     base = (asked or STATE_FOLDER / "base").resolve()
@@ -139,19 +142,23 @@ def _base_of(host: ComfyHost, asked: Path | None) -> tuple[Path, Path]:
 
 def choose_device(asked: str, ranks: int | None) -> tuple[str, int]:
     """Device type and number of ranks. Raises LaunchError when this machine has too few devices."""
+    if ranks is not None and not 1 <= ranks <= MAXIMUM_RANKS:
+        raise LaunchError(f"--ranks {ranks} is not possible; choose 1 to {MAXIMUM_RANKS}.")
+    if asked == "cpu":
+        return "cpu", ranks or DEFAULT_CPU_RANKS
     import torch  # takes seconds: not before it is needed
 
     found = torch.cuda.device_count()
-    device = asked if asked != "auto" else ("cuda" if found else "cpu")
-    world_size = ranks if ranks is not None else (found if device == "cuda" else 4)
-    if not 1 <= world_size <= MAXIMUM_RANKS:
-        raise LaunchError(f"--ranks {world_size} is not possible; choose 1 to {MAXIMUM_RANKS}.")
-    if device == "cuda" and world_size > found:
+    if asked == "auto" and not found:
+        return "cpu", ranks or DEFAULT_CPU_RANKS
+    if ranks is None and found:
+        return "cuda", min(found, MAXIMUM_RANKS)
+    if not found or (ranks or 1) > found:
         raise LaunchError(
-            f"{world_size} ranks need {world_size} CUDA devices, but {found} can be used; "
+            f"{ranks or 1} ranks need {ranks or 1} CUDA devices, but {found} can be used; "
             "choose fewer with --ranks, or --device cpu."
         )
-    return device, world_size
+    return "cuda", ranks or found
 
 
 def _make_record(host: ComfyHost, base: Path, device: str, ports: tuple[int, ...], url: str) -> LaunchRecord:
@@ -245,7 +252,9 @@ def launch_environment(
 
 
 def make_plan(host: ComfyHost, record: LaunchRecord, flags: tuple[list[str], list[str]]) -> dict[str, object]:
-    """What rank.py reads: the script to become, and each rank's arguments and variables. Makes the ranks' folders."""
+    """What rank.py reads: the script to become, and each rank's arguments and variables. Makes the ranks'
+    folders.
+    """
     run_folder, base = Path(record.run_folder), Path(record.base)
     model_paths = write_model_paths(host, base, run_folder / "model_paths.yaml")
     ranks = []

@@ -1,0 +1,86 @@
+"""The demo's own parts; the whole of it runs in tests/workflows and by `make demo`."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phase_parallel.launch import demo as module
+from phase_parallel.launch.demo import (
+    CHECKPOINT_NAME,
+    prepare_graph,
+    save_images,
+    small_checkpoint,
+    wait_for_equal_digests,
+)
+from phase_parallel.launch.demo_progress import DemoProgress
+from phase_parallel.launch.errors import LaunchError
+
+
+def report(phase: str, done: int = 0, total: int = 0, **more: Any) -> dict[str, Any]:
+    fields = {"phase_seconds": {}, "tokens_per_s": None, "s_per_step": None, "digest": ""}
+    return {"ranks": [{"phase": phase, "done": done, "total": total, **fields, **more}]}
+
+
+def test_progress_shows_each_phase_once_without_a_terminal() -> None:
+    out = io.StringIO()
+    progress = DemoProgress(out)
+    after_ar = {"phase_seconds": {"AR": 1.5}}
+    for status in (
+        {"ranks": [None]},
+        report("load", 1, 2),
+        report("AR", 1, 3),
+        report("AR", 3, 3, tokens_per_s=2.0),
+        report("denoise", 1, 4, **after_ar),
+        report("denoise", 4, 4, s_per_step=0.5, **after_ar),
+        report("idle", phase_seconds={"denoise": 2.0}),
+        report("idle", phase_seconds={"denoise": 2.0}),
+        report("idle", phase_seconds={"denoise": 1.0, "VAE decode": 0.25}),
+    ):
+        progress.look(status)
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["load", "AR", "denoise"]
+    assert lines[1].endswith("3/3 tokens, 2.0 tokens/s") and lines[2].endswith("4/4 steps, 0.50 s/step")
+    assert progress.seconds == {"AR": 1.5, "denoise": 3.0, "VAE decode": 0.25}
+
+
+def test_the_graph_must_have_one_loader() -> None:
+    graph = {"1": {"class_type": "A", "inputs": {"folder": "old"}}, "2": {"class_type": "B", "inputs": {}}}
+    assert prepare_graph(graph, "new")["1"]["inputs"]["folder"] == "new"
+    with pytest.raises(LaunchError, match="0 nodes with a checkpoint folder"):
+        prepare_graph({"2": graph["2"]}, "new")
+
+
+def test_the_checkpoint_is_written_once(tmp_path: Path) -> None:
+    first = small_checkpoint(tmp_path)
+    written = (first / "config.json").stat().st_mtime_ns
+    assert first.name == CHECKPOINT_NAME
+    assert small_checkpoint(tmp_path) == first and (first / "config.json").stat().st_mtime_ns == written
+    assert json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
+
+
+def test_images_are_kept_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "get_bytes", lambda url: url.encode())
+    image = {"filename": "a b.png", "subfolder": "", "type": "output"}
+    preview = {**image, "type": "temp"}
+    (saved,) = save_images("http://r", {"outputs": {"9": {"images": [preview, image]}}}, tmp_path / "out")
+    assert saved.read_bytes() == b"http://r/view?filename=a+b.png&subfolder=&type=output"
+    with pytest.raises(LaunchError, match="without a saved image"):
+        save_images("http://r", {"outputs": {}}, tmp_path)
+
+
+def test_ranks_that_disagree_fail_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [["a", "old"], ["a", "a"]]
+    monkeypatch.setattr(
+        module, "get_json", lambda url: {"ranks": [{"digest": digest} for digest in answers.pop(0)]}
+    )
+    assert wait_for_equal_digests("http://r") == ["a", "a"]
+    answers = [["a", "b"]] * 1000
+    monkeypatch.setattr(module, "DIGEST_WAIT_S", 0.5)
+    with pytest.raises(LaunchError, match="do not agree"):
+        wait_for_equal_digests("http://r")
