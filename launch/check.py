@@ -51,7 +51,13 @@ class CheckOptions:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--as-rank"]:  # how `start` calls this program for each rank
+        from .check_ranks import rank
+
+        rank(Path(arguments[1]))
+        return 0
+    options = _parse(arguments)
     golden = Path(options.golden)
     runs = [_run_options(options, preset) for preset in (options.plan or ["single"])]
     cases = select_cases(golden, options.case)

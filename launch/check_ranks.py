@@ -18,7 +18,9 @@ from ..parallel.plan import make_plan
 from ..parallel.section import SectionKey, digest_of, open_section
 from ..parallel.store import JsonStore
 from .agent import LoopbackStore
+from .errors import LaunchError
 from .golden import GoldenCase, compare, run_case
+from .paths import PACK_ROOT
 
 TIMEOUT_S = 300.0
 
@@ -29,9 +31,12 @@ def start(options: dict[str, Any]) -> None:
         device = torch.device("cuda:0" if options["device"] == "cuda" else "cpu")
         _run(options, Cluster.alone(device))
         return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     store = LoopbackStore()
+    written = Path(options["out"]).with_name("options.json")
+    written.write_text(json.dumps({**options, "store_port": store.port}))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -44,11 +49,18 @@ def start(options: dict[str, Any]) -> None:
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    elastic_launch(config, _rank)(options, store.port)
+    # By the pack's path, so that it works whether the pack is installed or not.
+    command = elastic_launch(config, sys.executable)
+    try:
+        command("-u", str(PACK_ROOT), "check", "--as-rank", str(written))
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        raise LaunchError(f"Rank {rank} of the check ended with exit code {failure.exitcode}; its own message is above.") from error
 
 
-def _rank(options: dict[str, Any], store_port: int) -> None:
-    """Entry of one process; the elastic agent has set its rank."""
+def rank(written: Path) -> None:
+    """Entry of one process; the elastic agent has set its rank. ``written``: the options as JSON."""
+    options = json.loads(written.read_text())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_RANK"])
@@ -56,7 +68,7 @@ def _rank(options: dict[str, Any], store_port: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     cluster = Cluster(
-        JsonStore.tcp("127.0.0.1", store_port, "check"),
+        JsonStore.tcp("127.0.0.1", options["store_port"], "check"),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         device=device,

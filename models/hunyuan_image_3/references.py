@@ -72,9 +72,10 @@ def draw_noise(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Random numbers of one sample in the official order: fp32 posterior noise of each conditioning picture, then the latent in bf16.
 
-    One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). Shapes ``[1, C, h, w]``; results fp32.
+    One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). The latent is drawn in fp32 and rounded: that is what
+    newer torch does for bf16, while 2.11 draws other numbers, and a seed must not change its picture with torch. Shapes ``[1, C, h, w]``; results fp32.
     """
     generator = torch.Generator().manual_seed(seed)
     posterior = [torch.randn(shape, generator=generator) for shape in reference_shapes]
-    noise = torch.randn(latent_shape, generator=generator, dtype=torch.bfloat16).float()
+    noise = torch.randn(latent_shape, generator=generator).bfloat16().float()
     return posterior, noise
