@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from ..parallel.environment import MODEL_DIRS
@@ -32,11 +33,10 @@ def register_folder_type() -> None:
 
 
 def search_paths() -> list[Path]:
-    """The launcher's folders first, then ComfyUI's."""
-    import folder_paths
-
+    """The launcher's folders first, then ComfyUI's (none in a process without one, such as a test)."""
     named = [part for part in os.environ.get(MODEL_DIRS, "").split(os.pathsep) if part]
-    return [Path(path) for path in named + folder_paths.get_folder_paths(FOLDER_TYPE)]
+    host = sys.modules.get("folder_paths")
+    return [Path(path) for path in named + (host.get_folder_paths(FOLDER_TYPE) if host else [])]
 
 
 def find_checkpoints(paths: list[Path]) -> dict[str, Path]:

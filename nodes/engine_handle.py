@@ -1,8 +1,9 @@
-"""One loaded checkpoint as the nodes see it: what MODEL, CLIP and VAE sockets share.
+"""One checkpoint as the nodes see it: what MODEL, CLIP and VAE sockets share.
 
-The handle owns no weights. It names an engine by its load arguments, keeps what rank 0 needs for words and
-sizes (configuration, tokenizer,
-size table), and sends every operation through the driver, which runs it on all ranks.
+The handle owns no weights. It says which engine an operation needs (a rank that lost its engine loads it
+again), keeps
+what rank 0 needs for words and sizes, and sends every operation through the driver, which runs it on all
+ranks.
 """
 
 from __future__ import annotations
@@ -11,31 +12,47 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
+from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
+from ..models.hunyuan_image_3.operations import MODEL
 from ..models.hunyuan_image_3.sequence import resolution_table
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
+from ..parallel.plan import ParallelPlan
 from .latent_preview import PreviewFactors
 
 Tensors = dict[str, torch.Tensor]
 Report = Callable[[dict[str, Any]], None]
 
-OPERATIONS = "hunyuan_image_3"
 UNKNOWN_NODE = "0"
+"""Node id in keys and messages where a host does not tell which node calls a VAE or MODEL."""
+
+
+class Calls(Protocol):
+    """The part of the driver that a handle uses."""
+
+    def call(
+        self,
+        op: str,
+        args: dict[str, Any],
+        tensors: Tensors | None = None,
+        *,
+        node_id: str,
+        plan: ParallelPlan | None = None,
+        report: Report | None = None,
+    ) -> tuple[dict[str, Any], Tensors]: ...
 
 
 @dataclass(frozen=True)
-class EngineSpec:
-    """The arguments of the ``load`` operation: everything that makes one engine differ from another."""
+class EngineChoice:
+    """Everything that makes one engine differ from another; a plan without "auto"."""
 
     folder: str
+    plan: ParallelPlan
     weight_dtype: str
-    plan: str
-    denoise: str
-    attention: str
     moe_layout: str
     moe_path: str
 
@@ -43,34 +60,64 @@ class EngineSpec:
     def key(self) -> str:
         return sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
+    def arguments(self) -> dict[str, Any]:
+        """What operations find the engine by; the plan travels beside it."""
+        return {name: value for name, value in asdict(self).items() if name != "plan"}
+
 
 class EngineHandle:
-    """A checkpoint on all ranks. Raises ConfigError or TokenizerError, before any collective, if the folder
-    is not usable.
-    """
+    """Raises, before any collective, a ValueError that says what is wrong with the folder or the choices."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self.config = HunyuanImage3Config.from_folder(spec.folder)
-        self.tokenizer = HunyuanTokenizer.from_folder(spec.folder, self.config)
+    def __init__(self, choice: EngineChoice, calls: Calls, *, reason: str = "") -> None:
+        check_folder(
+            choice.folder, choice.plan, LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path)
+        )
+        self.choice = choice
+        self.reason = reason
+        self.config = HunyuanImage3Config.from_folder(choice.folder)
+        self.tokenizer = HunyuanTokenizer.from_folder(choice.folder, self.config)
         self.table = resolution_table(self.config, self.tokenizer)
-        self.info: dict[str, Any] = {}
         self.preview: PreviewFactors | None = None
+        self._calls = calls
 
     @property
     def key(self) -> str:
-        return self.spec.key
+        return self.choice.key
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.choice.folder)
 
     @property
     def name(self) -> str:
-        return Path(self.spec.folder).name
+        return self.folder.name
 
     def describe(self) -> str:
         """The checkpoint and how it is split, for messages."""
-        return f"{self.name} (plan {self.spec.plan}, weights {self.spec.weight_dtype})"
+        return f"{self.name} ({self.choice.plan.describe()}, weights {self.choice.weight_dtype})"
+
+    def call(
+        self,
+        op: str,
+        args: dict[str, Any],
+        tensors: Tensors,
+        *,
+        node_id: str | None,
+        report: Report | None = None,
+    ) -> tuple[dict[str, Any], Tensors]:
+        """Run the model's operation `op` on all ranks with this engine. `args` is JSON.
+
+        Raises what the driver raises: the host's interruption, or one sentence that names rank and phase.
+        """
+        return self._calls.call(
+            f"{MODEL}.{op}",
+            {"engine": self.choice.arguments(), **args},
+            tensors,
+            node_id=node_id or UNKNOWN_NODE,
+            plan=self.choice.plan,
+            report=report,
+        )
 
     def snap(self, height: int, width: int) -> tuple[int, int]:
-        """The size this checkpoint draws when asked for one: (height, width) of the table row with the
-        nearest proportions.
-        """
+        """The size this checkpoint draws when asked for one: (height, width) of the nearest table row."""
         return self.table.size(self.table.nearest(height, width))

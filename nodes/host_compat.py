@@ -112,7 +112,8 @@ def running_prompt() -> dict[str, Any] | None:
 
 
 def annotate(info: dict[str, Any], node_id: str | None, prompt: dict[str, Any] | None = None) -> bool:
-    """Write `info` beside a node of the running graph; SaveImage copies it into the PNG's text chunk ``prompt``.
+    """Write `info` beside a node of the running graph; SaveImage copies it into the PNG's text chunk
+    ``prompt``.
 
     The place, ``graph[node]["_meta"]["phase_parallel"]``, is read by no host when it executes or caches. Our
     own nodes pass the graph that they get as hidden input; stock samplers that run our MODEL have none, there

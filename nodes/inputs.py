@@ -106,25 +106,15 @@ def size() -> Widget:
 
 
 def width() -> Widget:
-    return (
-        "INT",
-        _pixels(
-            "Width of the picture in pixels; the nearest proportions of the model's size table are drawn."
-        ),
-    )
+    return pixels("Width of the picture; the nearest proportions of the model's size table are drawn.")
 
 
 def height() -> Widget:
-    return (
-        "INT",
-        _pixels(
-            "Height of the picture in pixels; the nearest proportions of the model's size table are drawn."
-        ),
-    )
+    return pixels("Height of the picture; the nearest proportions of the model's size table are drawn.")
 
 
-def _pixels(tooltip: str) -> dict[str, Any]:
-    return {"default": 1024, "min": 16, "max": 8192, "step": 16, "tooltip": tooltip}
+def pixels(tooltip: str) -> Widget:
+    return ("INT", {"default": 1024, "min": 16, "max": 8192, "step": 16, "tooltip": tooltip})
 
 
 def batch_size() -> Widget:

@@ -36,10 +36,8 @@ class HunyuanImage3Resolution:
                     list(size_choices.bucket_labels()),
                     {
                         "default": size_choices.square_label(),
-                        "tooltip": "Width x height. Ignored when an image is connected. The last four "
-                        "numbers 33 to 36 of the table "
-                        "(such as 1280x720) exist in Instruct checkpoints; others draw the nearest "
-                        "proportions.",
+                        "tooltip": "Width x height. Ignored when an image is connected. 1280x720, 720x1280, 1024x768 "
+                        "and 768x1024 exist in Instruct checkpoints only; others draw the nearest proportions.",
                     },
                 )
             },

@@ -6,8 +6,9 @@ from typing import Any
 
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
-from . import checkpoint_folders, host_compat, inputs
-from .engine_handle import EngineHandle, EngineSpec
+from . import checkpoint_folders, host_compat, inputs, plan_choice
+from .driver import process_driver
+from .engine_handle import EngineChoice, EngineHandle
 from .latent_preview import PreviewFactors, fit_factors
 from .model_socket import build_model
 from .progress import NodeProgress
@@ -59,7 +60,7 @@ class HunyuanImage3Loader:
                         "tooltip": "How the ranks share the weights. 'hybrid': two or more copies, fastest. "
                         "'tp': one copy over all GPUs, "
                         "least memory. 'single': one GPU. 'auto' chooses by the number of ranks and their "
-                        "memory; the Ranks node says why.",
+                        "memory; the node shows which.",
                     },
                 ),
             },
@@ -121,21 +122,22 @@ class HunyuanImage3Loader:
         moe_path: str = MOE_PATHS[0],
         unique_id: str | None = None,
     ) -> tuple[Any, HunyuanText, HunyuanVae]:
-        spec = EngineSpec(
-            folder=str(checkpoint_folders.checkpoint_folder(folder)),
-            weight_dtype=weight_dtype,
-            plan=plan,
+        path = str(checkpoint_folders.checkpoint_folder(folder))
+        driver = process_driver()
+        chosen, reason = plan_choice.choose(
+            driver.cluster,
+            folder=path,
+            name=plan,
             denoise=denoise,
             attention=attention,
-            moe_layout=moe_layout,
-            moe_path=moe_path,
+            weight_dtype=weight_dtype,
         )
-        engine = EngineHandle(spec)
-        engine.load(node_id=unique_id, report=NodeProgress(unique_id))
+        choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path)
+        engine = EngineHandle(choice, driver, reason=reason)
+        engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)
-        if engine.info.get("reason"):
-            host_compat.show_text(engine.info["reason"], unique_id)
+        host_compat.show_text(f"{chosen.describe()} ({reason})", unique_id)
         return build_model(engine), HunyuanText(engine), vae
 
 

@@ -8,9 +8,10 @@ import os
 import threading
 from typing import Any
 
+from ..models.hunyuan_image_3.operations import MODEL
 from . import host_compat, inputs
 from .driver import Driver, process_driver
-from .engine_handle import OPERATIONS, UNKNOWN_NODE
+from .engine_handle import UNKNOWN_NODE
 from .guard import read_status
 
 ACTIONS = ("status", "free memory", "restart")
@@ -58,7 +59,7 @@ class HunyuanImage3Ranks:
     def run(self, action: str, unique_id: str | None = None) -> dict[str, Any]:
         driver = process_driver()
         if action == "free memory":
-            driver.call(f"{OPERATIONS}.unload", {}, {}, node_id=unique_id or UNKNOWN_NODE)
+            driver.call(f"{MODEL}.unload", {}, {}, node_id=unique_id or UNKNOWN_NODE)
             host_compat.release_cached_memory()
         if action == "restart":
             _restart(driver)

@@ -36,6 +36,4 @@ def system_prompt_text(engine: EngineHandle, choice: str, custom: str, task: str
         choice = engine.config.generation.use_system_prompt
     if choice in ("custom", "dynamic"):
         engine.tokenizer.refuse_special_tokens(custom, "custom_system_prompt")
-    return resolve_system_prompt(
-        engine.spec.folder, choice, kind=engine.config.kind, task=task, custom=custom
-    )
+    return resolve_system_prompt(engine.folder, choice, kind=engine.config.kind, task=task, custom=custom)
