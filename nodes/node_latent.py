@@ -36,8 +36,9 @@ class HunyuanImage3Resolution:
                     list(size_choices.bucket_labels()),
                     {
                         "default": size_choices.square_label(),
-                        "tooltip": "Width x height. Ignored when an image is connected. 1280x720, 720x1280, 1024x768 "
-                        "and 768x1024 exist in Instruct checkpoints only; others draw the nearest proportions.",
+                        "tooltip": "Width x height. Ignored when an image is connected. 1280x720, "
+                        "720x1280, 1024x768 and 768x1024 exist in Instruct checkpoints only; others draw "
+                        "the nearest proportions.",
                     },
                 )
             },

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..models.hunyuan_image_3.references import draw_noise
 from . import inputs
 
 
@@ -23,13 +24,11 @@ class ReferenceNoise:
         """
         samples = input_latent["samples"]
         indices = input_latent.get("batch_index") or range(samples.shape[0])
-        return torch.cat([reference_noise(self.seed + index, (1, *samples.shape[1:])) for index in indices])
+        return torch.cat([self._one(index, (1, *samples.shape[1:])) for index in indices])
 
-
-def reference_noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """fp32 tensor of `shape` with bfloat16 values."""
-    generator = torch.Generator("cpu").manual_seed(seed % (1 << 64))
-    return torch.randn(shape, generator=generator, dtype=torch.bfloat16).float()
+    def _one(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
+        _, noise = draw_noise((self.seed + index) % (1 << 64), [], shape)
+        return noise
 
 
 class HunyuanImage3ReferenceNoise:
