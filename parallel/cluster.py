@@ -1,0 +1,294 @@
+"""This process as one of the ranks: its groups, its status, and the side channel that carries faults.
+
+The side channel is the store, read by a monitor thread, so that a rank can learn of a fault while its main
+thread waits in a collective. A *generation* is one life of the process groups: a fault ends it, and rank 0
+opens the next one at the next section.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+
+from .collectives import Communicator
+from .environment import DEFAULT_TIMEOUT_S, LaunchEnvironment
+from .faults import Fault, FaultKind, SectionError
+from .groups import ProcessGroups
+from .heartbeat import BEAT_S, Hearts, ended_ranks
+from .plan import ParallelPlan, make_plan
+from .rank_record import RankRecord, RecordKeeper
+from .store import JsonStore, StoreUnreachable
+
+_log = logging.getLogger(__name__)
+_FAULT_POLL_S = 0.2
+
+
+class Cluster:
+    """One per process. World size 1 works the same way, without peers, monitor or torch.distributed."""
+
+    def __init__(
+        self,
+        store: JsonStore,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        launch_id: str = "",
+        url: str = "",
+    ):
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout_s = timeout_s
+        self.launch_id = launch_id
+        record = RankRecord(rank, os.getpid(), socket.gethostname(), url, str(device))
+        self.record = RecordKeeper(record)
+        self.generation = 0
+        self.communicator: Communicator | None = None
+        self._sections = 0
+        self._lock = threading.Lock()
+        self.plan = self._first_plan()
+        """Plan of the latest generation."""
+        self._open = False
+        """A generation is open from the handshake of its first section until a fault."""
+        self._connected = 0
+        """Generation of ``communicator``."""
+        self._fault: Fault | None = None
+        self._store_lost = ""
+        self._closing = threading.Event()
+        self._hearts = Hearts(store, rank, world_size)
+        self._waited_at = 0.0
+        """When ``fault_check`` was called last, which waits do four times a second: is this rank waiting?"""
+        self._monitor: threading.Thread | None = None
+
+    @classmethod
+    def from_environment(cls, environment: LaunchEnvironment) -> Cluster:
+        """Connects to the launcher's store and starts the monitor."""
+        store = JsonStore.tcp(environment.store_host, environment.store_port, environment.store_prefix)
+        cluster = cls(
+            store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            device=_device(environment),
+            timeout_s=environment.timeout_s,
+            launch_id=environment.launch_id,
+            url=environment.url(environment.rank),
+        )
+        cluster.start()
+        return cluster
+
+    @classmethod
+    def alone(cls, device: torch.device) -> Cluster:
+        """World of one: a ComfyUI that our launcher did not start."""
+        return cls(JsonStore.in_process(), rank=0, world_size=1, device=device)
+
+    def start(self) -> None:
+        """Publish the first record and watch the other ranks."""
+        self.publish_record()
+        if self.world_size > 1 and self._monitor is None:
+            self._monitor = threading.Thread(target=self._watch, name="phase-parallel-monitor", daemon=True)
+            self._monitor.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._monitor is not None:
+            self._monitor.join()
+        self.retire()
+
+    def _first_plan(self) -> ParallelPlan:
+        """Until a model chooses: what ``auto`` chooses where memory allows, so that the groups can stay."""
+        if self.world_size == 1:
+            return make_plan("single", world_size=1)
+        name = "hybrid" if self.world_size in (4, 8) else "tp"
+        return make_plan(name, world_size=self.world_size, rank=self.rank)
+
+    # Sections: numbers and generations
+
+    def next_section(self) -> int:
+        self._sections += 1
+        return self._sections
+
+    def adopt_section(self, number: int) -> None:
+        """A follower takes rank 0's count, so that a section it missed does not shift the later ones."""
+        self._sections = number
+
+    def lead_generation(self, plan: ParallelPlan) -> int:
+        """Rank 0 only: the generation of the next section, a new one after a fault or for another plan.
+
+        Raises SectionError when a rank has failed between sections; the generation is over then.
+        """
+        try:
+            self.look_for_fault()
+        except SectionError:
+            self.retire()
+            raise
+        if not self._open or self.plan != plan:
+            self.adopt_generation(self.generation + 1, plan)
+        return self.generation
+
+    def adopt_generation(self, generation: int, plan: ParallelPlan) -> None:
+        """The former groups stay until ``connect``: a slower peer may still be in their last collective."""
+        with self._lock:
+            if generation != self.generation:
+                self._fault = None
+            self.generation, self.plan, self._open = generation, plan, True
+
+    def connect(self) -> Communicator:
+        """Groups of this generation, made when no rank can be inside a collective. All ranks call it."""
+        communicator = self.communicator
+        if communicator is not None and self._connected == self.generation:
+            return communicator
+        if communicator is not None and communicator.plan.groups() == self.plan.groups():
+            groups = communicator.groups
+        else:
+            if communicator is not None:
+                communicator.destroy()
+            groups = ProcessGroups.create(
+                self.plan,
+                store=self.store.connection() if self.world_size > 1 else None,
+                generation=self.generation,
+                device_type=self.device.type,
+                timeout_s=self.timeout_s,
+            )
+        communicator = Communicator(self.plan, groups, timeout_s=self.timeout_s, fault_check=self.fault_check)
+        self.communicator, self._connected = communicator, self.generation
+        self.record.take_place(self.plan, self.generation)
+        return communicator
+
+    # Faults
+
+    def fault_check(self) -> None:
+        """Raises the fault of this generation once a rank has published one; cheap, for use inside waits."""
+        self._waited_at = time.monotonic()
+        self.store_check()
+        fault = self._fault
+        if fault is not None:
+            raise fault.error()
+
+    def store_check(self) -> None:
+        """Raises StoreUnreachable once the monitor has lost the launcher's store."""
+        if self._store_lost:
+            raise StoreUnreachable(self._store_lost)
+
+    def look_for_fault(self) -> None:
+        """As ``fault_check``, but asks the store now instead of relying on the monitor's last look."""
+        self._read_fault(self.generation)
+        self.fault_check()
+
+    def fault(
+        self, kind: FaultKind, ranks: tuple[int, ...], message: str, *, site: str | None = None
+    ) -> Fault:
+        """A fault at the place this rank has reached."""
+        phase, reached = self.record.where()
+        return Fault(kind, ranks, phase, reached if site is None else site, message)
+
+    def fail(self, fault: Fault) -> SectionError:
+        """Publish ``fault``, free the peers, and return what to raise: the generation's first fault, whoever
+        saw it.
+        """
+        if not self._open:
+            # Before the handshake there is no generation whose peers could be told.
+            return fault.error()
+        standing = Fault.from_json(self.store.set_first(f"fault/{self.generation}", fault.to_json()))
+        self.retire()
+        return standing.error()
+
+    def retire(self) -> None:
+        """End this generation on this rank. Destroying groups makes peers that wait in them fail within
+        milliseconds.
+        """
+        with self._lock:
+            self._open, self._fault = False, None
+            communicator, self.communicator = self.communicator, None
+        try:
+            if communicator is not None:
+                communicator.destroy()
+        except RuntimeError as error:
+            # The connections are gone either way; the user must read the cause of the fault, not this.
+            _log.warning("rank %d could not close its process groups cleanly: %s", self.rank, error)
+
+    def _read_fault(self, generation: int) -> None:
+        value = self.store.find(f"fault/{generation}")
+        with self._lock:
+            # A retired generation's fault has been raised here already.
+            if value is not None and generation == self.generation and self._open:
+                self._fault = Fault.from_json(value)
+
+    # Status and heartbeats
+
+    def publish_record(self) -> None:
+        self.store.set(f"record/{self.rank}", self.record.to_json())
+
+    def records(self) -> list[dict[str, Any] | None]:
+        """Latest record of every rank; None for one that has not started."""
+        return [self.store.find(f"record/{rank}") for rank in range(self.world_size)]
+
+    def stale_ranks(self, limit_s: float) -> tuple[int, ...]:
+        """Other ranks whose heart has not beaten for ``limit_s``."""
+        return self._hearts.stale(limit_s)
+
+    def busy_ranks(self) -> tuple[int, ...]:
+        """Other ranks that live but do not wait for anybody."""
+        return self._hearts.busy()
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Other ranks of this machine whose process has ended."""
+        return ended_ranks(record for record in self.records() if record and record["rank"] != self.rank)
+
+    def _watch(self) -> None:
+        """The monitor thread."""
+        next_beat = 0.0
+        while not self._closing.wait(_FAULT_POLL_S):
+            try:
+                self._read_fault(self.generation)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT_S
+                    self._hearts.beat(waiting=time.monotonic() - self._waited_at < BEAT_S)
+                    self.publish_record()
+                    self._report_lost_ranks()
+            except RuntimeError as error:
+                self._store_lost = (
+                    f"rank {self.rank} lost the launch's store ({error}); the launcher has ended"
+                )
+                return
+
+    def _report_lost_ranks(self) -> None:
+        """A killed process tells nobody; its connections break, but one awaited in the store has none."""
+        lost = self.lost_ranks()
+        with self._lock:
+            generation, due = self.generation, self._open and self._fault is None
+        if lost and due:
+            fault = self.fault("failed", lost, "the process has ended")
+            self.store.set_first(f"fault/{generation}", fault.to_json())
+
+
+def _device(environment: LaunchEnvironment) -> torch.device:
+    if environment.device == "cpu":
+        return torch.device("cpu")
+    # One visible GPU per rank (the launcher's choice) or all of them.
+    index = environment.local_rank if torch.cuda.device_count() > environment.local_rank else 0
+    return torch.device("cuda", index)
+
+
+_process_lock = threading.Lock()
+_process_cluster: Cluster | None = None
+
+
+def process_cluster(device: torch.device) -> Cluster:
+    """The cluster of this process, made at the first call. ``device`` counts only when our launcher did not
+    start us.
+    """
+    global _process_cluster
+    with _process_lock:
+        if _process_cluster is None:
+            environment = LaunchEnvironment.from_environ(os.environ)
+            _process_cluster = Cluster.from_environment(environment) if environment else Cluster.alone(device)
+        return _process_cluster

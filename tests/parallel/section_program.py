@@ -1,0 +1,96 @@
+"""One rank of test_section.py and test_cluster.py: SPMD sections with deliberate mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from rank_pool import serve
+
+from phase_parallel.parallel.cluster import Cluster
+from phase_parallel.parallel.plan import make_plan
+from phase_parallel.parallel.section import SectionKey, digest_of, open_section
+from phase_parallel.parallel.store import JsonStore
+
+RANK = int(os.environ["RANK"])
+WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+HOST, PORT = os.environ["STORE"].split(":")
+TIMEOUT_S = 4.0
+
+cluster = Cluster(
+    JsonStore.tcp(HOST, int(PORT), "test"),
+    rank=RANK,
+    world_size=WORLD_SIZE,
+    device=torch.device("cpu"),
+    timeout_s=TIMEOUT_S,
+)
+cluster.start()
+calls = 0
+
+
+def steps(
+    *,
+    count: int = 3,
+    fail: dict[str, int] | None = None,
+    cancel_at: int | None = None,
+    tokens: tuple[int, ...] = (1, 2, 3),
+    odd_token: int | None = None,
+    odd_call: int | None = None,
+    odd_site: int | None = None,
+    odd_result: int | None = None,
+    sleeps: int | None = None,
+    interrupts: int | None = None,
+    killed: int | None = None,
+    plan: str = "hybrid",
+    denoise: str = "sp",
+    odd_plan: int | None = None,
+) -> dict[str, Any]:
+    """A section of ``count`` steps with one collective each. Arguments name the rank that makes a mistake,
+    and where.
+    """
+    global calls
+    calls += 1
+    inputs = list(tokens)
+    if odd_token == RANK:
+        inputs[-1] += 1
+    key = SectionKey("prompt", "7", calls + 100 * (odd_call == RANK), digest_of(inputs, {}))
+    if odd_plan == RANK:
+        plan, denoise = "tp", "tp"
+    own = make_plan(plan, world_size=WORLD_SIZE, rank=RANK, denoise=denoise)
+    done = -1
+    with open_section(cluster, key, own, phase="denoise", cancelled=lambda: done == cancel_at) as section:
+        total = torch.zeros(2)
+        for done in range(count):
+            section.check(done, count)
+            if fail and fail["rank"] == RANK and fail["step"] == done:
+                raise ValueError("the toy network broke")
+            if interrupts == RANK:
+                raise KeyboardInterrupt
+            if killed == RANK:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sleeps == RANK:
+                time.sleep(TIMEOUT_S + 2.0)
+            site = "elsewhere" if odd_site == RANK and done == 1 else "x"
+            total += section.communicator.broadcast(
+                torch.full((2,), float(RANK + done)), f"step{done}.{site}"
+            )
+        section.exit(digest_of({"odd": odd_result == RANK}, {"total": total}))
+    return {"total": total.tolist(), "generation": cluster.generation, "rank": RANK}
+
+
+def late(seconds: float, rank: int) -> dict[str, Any]:
+    """``rank`` comes to the section only after the others have given up."""
+    if rank == RANK:
+        time.sleep(seconds)
+    return steps()
+
+
+def records() -> list[dict[str, Any] | None]:
+    return cluster.records()
+
+
+if __name__ == "__main__":
+    serve({"steps": steps, "late": late, "records": records})
