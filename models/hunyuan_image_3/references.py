@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -15,6 +16,9 @@ from .model import HunyuanImage3Model, ReferenceFeatures
 from .reference_images import encoder_input, posterior_sample, vae_pixels, vit_patches
 from .resolution import ResolutionTable
 from .sequence import CondImage
+
+
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,21 @@ def draw_noise(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Random numbers of one sample in the official order: fp32 posterior noise of each conditioning picture, then the latent in bf16.
 
-    One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). The latent is drawn in fp32 and rounded: that is what
-    newer torch does for bf16, while 2.11 draws other numbers, and a seed must not change its picture with torch. Shapes ``[1, C, h, w]``; results fp32.
+    One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). Shapes ``[1, C, h, w]``; results fp32.
     """
     generator = torch.Generator().manual_seed(seed)
     posterior = [torch.randn(shape, generator=generator) for shape in reference_shapes]
-    noise = torch.randn(latent_shape, generator=generator).bfloat16().float()
-    return posterior, noise
+    return posterior, _bf16_normal(latent_shape, generator).float()
+
+
+def _bf16_normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """``torch.randn(shape, dtype=bfloat16)`` of torch 2.13 and newer, in any torch: a seed must not change its picture with the torch version.
+
+    Newer torch draws bf16 normals as rounded fp32 ones in blocks of 16 and takes the last 16 values from one more block; torch 2.11 draws
+    other numbers for bf16, but its fp32 blocks are the same.
+    """
+    count = prod(shape)
+    if count < _BLOCK or count % _BLOCK == 0:
+        return torch.randn(shape, generator=generator).bfloat16()
+    blocks = torch.randn(count // _BLOCK * _BLOCK + _BLOCK, generator=generator)
+    return torch.cat([blocks[: count - _BLOCK], blocks[-_BLOCK:]]).reshape(shape).bfloat16()
