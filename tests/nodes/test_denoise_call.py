@@ -1,0 +1,77 @@
+"""One engine call for all rows of the sampler's batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phase_parallel.nodes.denoise_call import DenoiseCall, next_sigma
+from phase_parallel.nodes.engine_handle import EngineHandle
+from phase_parallel.nodes.image_rows import build_conditionings
+
+SCHEDULE = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0])
+
+
+@pytest.fixture
+def pair(engine: EngineHandle) -> tuple[Any, Any]:
+    return build_conditionings(engine, prompt="a cat", system_prompt=None, cot_text="", height=256, width=256)
+
+
+def call_of(engine: EngineHandle, rows: tuple[Any, ...]) -> DenoiseCall:
+    return DenoiseCall(engine, {row.handle: row for row in rows})
+
+
+def handles(*rows: Any) -> torch.Tensor:
+    return torch.tensor([[row.handle] for row in rows])
+
+
+def test_both_branches_travel_in_one_call(engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:
+    latents = torch.randn(4, 16, 16, 16)
+    velocity = call_of(engine, pair)(
+        latents,
+        torch.full((4,), 900.0),
+        row_handle=handles(pair[1], pair[1], pair[0], pair[0]),
+        transformer_options={"sample_sigmas": SCHEDULE},
+    )
+    assert velocity.shape == latents.shape
+    ((name, args, tensors),) = calls.made
+    assert name == "denoise"
+    assert [row["kind"] for row in args["rows"]] == ["uncond", "uncond", "cond", "cond"]
+    assert args["rows"][2]["row"] == pair[0].row.to_json()
+    assert (args["sigma"], args["sigma_next"], args["guidance"]) == (0.9, 0.75, None)
+    assert torch.equal(tensors["latents"], latents)
+
+
+def test_token_ids_never_pass_through_a_tensor(engine: EngineHandle, pair: tuple[Any, Any]) -> None:
+    """ComfyUI casts conditioning tensors to the model's dtype; only an int64 handle travels that way."""
+    marker, options = pair[0].as_conditioning()[0]
+    assert marker.numel() == 1
+    assert not any(isinstance(value, torch.Tensor) for value in options.values())
+    assert call_of(engine, pair).dtype == torch.float32
+
+
+def test_several_noise_levels_are_refused(engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="several noise levels"):
+        call_of(engine, pair)(
+            torch.zeros(2, 16, 16, 16), torch.tensor([900.0, 800.0]), row_handle=handles(*pair)
+        )
+    assert calls.made == []
+
+
+def test_different_guidance_is_refused(engine: EngineHandle, pair: tuple[Any, Any]) -> None:
+    strong = pair[0].with_guidance(4.0)
+    weak = pair[1].with_guidance(2.0)
+    with pytest.raises(ValueError, match="different guidance values"):
+        call_of(engine, (strong, weak))(
+            torch.zeros(2, 16, 16, 16), torch.tensor([900.0, 900.0]), row_handle=handles(strong, weak)
+        )
+
+
+@pytest.mark.parametrize(
+    ("sigma", "after"), [(1.0, 0.9), (0.9, 0.75), (0.95, 0.9), (0.6, 0.5), (0.5, 0.0), (0.0, 0.0)]
+)
+def test_next_sigma(sigma: float, after: float) -> None:
+    assert next_sigma(SCHEDULE, sigma) == pytest.approx(after)
+    assert next_sigma(None, sigma) is None
