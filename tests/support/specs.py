@@ -1,0 +1,64 @@
+"""Sizes of synthetic checkpoints that several test files use."""
+
+from __future__ import annotations
+
+from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec
+
+# Every size divides by 8, so that all plans up to eight ranks work; two shared experts show which width is meant.
+EIGHT_WAYS = SyntheticSpec(
+    heads=16,
+    kv_heads=8,
+    head_dim=16,
+    expert_width=48,
+    shared_experts=2,
+    experts=6,
+    topk=2,
+    latent_channels=4,
+    vit_layers=1,
+)
+
+# The release's sizes (spec section 1), for arithmetic on paper.
+RELEASE = SyntheticSpec(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    experts=64,
+    topk=8,
+    expert_width=3072,
+    vocab=133120,
+    max_positions=22800,
+    image_base_size=1024,
+    latent_channels=32,
+    patch_embed_width=1024,
+    vae_channels=(128, 256, 512, 1024, 1024),
+    vae_blocks=2,
+    vit_layers=27,
+    vit_hidden=1152,
+    vit_heads=16,
+    vit_width=4304,
+    vit_table=16,
+    vit_slots=1024,
+    dtype="bfloat16",
+)
+
+# name, ranks, storage_tp, denoise, attention: every plan of one to eight ranks.
+ALL_PLANS = {
+    "single": dict(name="single", world_size=1),
+    "tp2": dict(name="tp", world_size=2),
+    "tp4": dict(name="tp", world_size=4),
+    "tp8": dict(name="tp", world_size=8),
+    "hybrid4-ulysses": dict(name="hybrid", world_size=4),
+    "hybrid4-kv_gather": dict(name="hybrid", world_size=4, attention="kv_gather"),
+    "hybrid4-cfg": dict(name="hybrid", world_size=4, denoise="cfg"),
+    "hybrid8-s2-ulysses": dict(name="hybrid", world_size=8, storage_tp=2),
+    "hybrid8-s2-kv_gather": dict(name="hybrid", world_size=8, storage_tp=2, attention="kv_gather"),
+    "hybrid8-s2-cfg_sp": dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp"),
+    "hybrid8-s2-cfg_sp-kv_gather": dict(
+        name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp", attention="kv_gather"
+    ),
+    "hybrid8-s4-ulysses": dict(name="hybrid", world_size=8, storage_tp=4),
+    "hybrid8-s4-kv_gather": dict(name="hybrid", world_size=8, storage_tp=4, attention="kv_gather"),
+    "hybrid8-s4-cfg": dict(name="hybrid", world_size=8, storage_tp=4, denoise="cfg"),
+}
