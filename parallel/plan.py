@@ -174,7 +174,7 @@ class ParallelPlan:
                 fits = [n for n in (1, 2, 4, 8) if all(s % n == 0 for s in sizes.values())]
                 raise PlanError(
                     f"{what} {size} cannot be split over tensor_parallel {self.world_size} "
-                    f"(plan {self.name}); choose {_alternatives(fits)} ranks"
+                    f"(plan {self.name}); choose {_alternatives(fits)} {'rank' if fits == [1] else 'ranks'}"
                 )
 
     def describe(self) -> str:
