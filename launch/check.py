@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = run_on_ranks(run)
         results += rows
         for row in rows:
-            print_row(row, verbose=options.verbose)
+            print_row(row, brief=options.brief)
     return summarise(results, expected=len(runs) * len(cases))
 
 
@@ -90,7 +89,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cfg-mode", choices=("batched", "serial"), default="batched")
     parser.add_argument("--no-text-reuse", action="store_true", help="compute the denoise prefix again instead of reusing the text's keys and values")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--verbose", action="store_true", help="print every tensor, not only the worst of each case")
+    parser.add_argument("--brief", action="store_true", help="one line per case; of the tensors only those that fail")
     options = parser.parse_args(arguments)
     if options.plan and "all" in options.plan:
         options.plan = list(PRESETS)
@@ -147,18 +146,19 @@ def run_on_ranks(run: CheckOptions) -> list[dict]:
         return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
 
 
-def print_row(row: dict, *, verbose: bool) -> None:
+def print_row(row: dict, *, brief: bool) -> None:
+    """One line for the case, then one for each tensor: its largest relative error, its limit, ok or FAIL."""
     if row.get("error"):
         print(f"{row['case']:38} FAIL  {row['error']}")
         return
     tensors = row["tensors"]
-    groups = defaultdict(list)
-    for tensor in tensors:
-        groups[tensor["ok"]].append(tensor)
     worst = max((t["error"] for t in tensors), default=0.0)
-    print(f"{row['case']:38} {len(tensors):3} tensors  worst {worst:.2e}  {'FAIL' if groups[False] else 'ok'}  ranks {row['digest'][:12]}")
-    for tensor in tensors if verbose else groups[False]:
-        print(f"    {tensor['tensor']:34} {tensor['error']:.3e}  limit {tensor['limit']:.0e}  {'ok' if tensor['ok'] else 'FAIL'} {tensor['note']}")
+    verdict = "ok" if all(t["ok"] for t in tensors) else "FAIL"
+    print(f"{row['case']:38} {len(tensors):3} tensors  worst {worst:.2e}  {verdict}  ranks {row['digest'][:12]}")
+    for tensor in tensors:
+        if not brief or not tensor["ok"]:
+            word = "ok" if tensor["ok"] else "FAIL"
+            print(f"    {tensor['tensor']:34} {tensor['error']:.3e}  limit {tensor['limit']:.0e}  {word} {tensor['note']}".rstrip())
 
 
 def summarise(rows: list[dict], *, expected: int) -> int:
