@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,6 +29,7 @@ WINDOW_BYTES = 96 << 20
 CHUNK_BYTES = 32 << 20
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+_QUANTISED = "quantised checkpoints are not supported yet, use the bf16 release"
 
 
 class CheckpointError(ValueError):
@@ -61,7 +63,7 @@ def _read_json(path: Path, limit: int) -> dict:
         raise CheckpointError(f"{path.name} is {size / 1e6:.0f} MB, which no checkpoint of this kind needs; this folder is not used")
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs(path))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not valid JSON ({error}); download the file again") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path.name} does not hold a JSON object; download the file again")
@@ -92,9 +94,11 @@ class Checkpoint:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX_NAME} names the file {name!r}, which is not a plain .safetensors file of this folder; it is not read")
         path = self.folder / name
-        if not path.is_file():
-            raise CheckpointError(f"shard {name} is missing although {INDEX_NAME} names it; download it again into {self.folder}")
-        return path
+        # Links are followed: a Hugging Face cache folder consists of links to its blobs. A name too long for the disk raises.
+        with suppress(OSError):
+            if path.is_file():
+                return path
+        raise CheckpointError(f"shard {name} is missing although {INDEX_NAME} names it; download it again into {self.folder}")
 
     def _header(self, name: str) -> dict[str, TensorInfo]:
         path = self._path(name)
@@ -108,9 +112,14 @@ class Checkpoint:
                 header = json.loads(file.read(length), object_pairs_hook=_unique_pairs(path))
                 header.pop("__metadata__", None)
                 infos = {key: _tensor_info(name, key, value) for key, value in header.items()}
-                end = max((value["data_offsets"][1] for value in header.values()), default=0)
-            except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+                spans = sorted(tuple(value["data_offsets"]) for value in header.values())
+            except CheckpointError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"shard {name} has a damaged header ({error}); download it again") from error
+        if [start for start, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
+            raise CheckpointError(f"shard {name} describes tensors that overlap or leave gaps; the file is corrupt, download it again")
+        end = spans[-1][1] if spans else 0
         if 8 + length + end != size:
             raise CheckpointError(f"shard {name} has {size} bytes but its header asks for {8 + length + end}; the file is truncated, download it again")
         return infos
@@ -134,11 +143,13 @@ class Checkpoint:
 
     def check(self, table: ShardingTable) -> None:
         """Keys, shapes and dtypes against ``table``, before memory is spent."""
+        for key, info in self.tensors.items():
+            unread = key in table.entries and not table.entries[key].pieces
+            if info.dtype not in FLOAT_DTYPES and not unread:
+                raise CheckpointError(f"{key} is stored as {info.dtype}; {_QUANTISED}")
         table.check_keys(self.tensors)
         for key, info in self.tensors.items():
             table.check_shape(key, info.shape)
-            if table.entries[key].pieces and info.dtype not in FLOAT_DTYPES:
-                raise CheckpointError(f"{key} is stored as {info.dtype}; quantised checkpoints are not supported yet, use the bf16 release")
 
     def bytes_on_disk(self) -> int:
         return sum(prod(info.shape) * DTYPE_BYTES[info.dtype] for info in self.tensors.values())
@@ -170,7 +181,9 @@ class Checkpoint:
 
 def _tensor_info(file: str, key: str, value: dict) -> TensorInfo:
     dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    if dtype not in DTYPE_BYTES or not all(isinstance(n, int) and n >= 0 for n in shape) or end - start != prod(shape) * DTYPE_BYTES[dtype]:
+    if dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"shard {file} stores {key} as {dtype}; {_QUANTISED}")
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)) or end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise CheckpointError(f"shard {file} describes {key} as {dtype} {list(shape)} in {end - start} bytes, which cannot be; download it again")
     return TensorInfo(file, dtype, shape)
 
