@@ -35,7 +35,7 @@ _WATCH_S = 0.2
 class _Session:
     number: int
     prompt_id: str
-    announced: int = 0
+    told: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     closed: threading.Event = field(default_factory=threading.Event)
 
@@ -107,10 +107,7 @@ class Driver:
         number = cluster.next_section()
         call = OperationCall(number, generation, op, args, describe_tensors(tensors), key, asdict(plan))
         if cluster.world_size > 1:
-            cluster.store.set(call_key(session.number, session.announced), call.to_json())
-            # All ranks have been through the call before the last one.
-            cluster.store.delete(call_key(session.number, session.announced - 2))
-            session.announced += 1
+            self._tell(session, call.to_json())
         return call
 
     def _watch_cancel(self, report: Report | None) -> tuple[Report | None, Callable[[], bool]]:
@@ -171,8 +168,8 @@ class Driver:
         except BaseException:
             self._close("not all ranks joined")
             raise
-        # Whoever has joined this session has read the end of the one before.
-        for key in keys + self._read_keys:
+        # Whoever has joined this session has read all of those before.
+        for key in self._read_keys:
             cluster.store.delete(key)
         self._read_keys = []
 
@@ -180,6 +177,10 @@ class Driver:
         self.cluster.store_check()
         if self._host.cancelled():
             raise self._interrupt()
+
+    def _tell(self, session: _Session, announcement: dict[str, Any]) -> None:
+        self.cluster.store.set(call_key(session.number, session.told), announcement)
+        session.told += 1
 
     def _watch_prompt(self, session: _Session) -> None:
         """Frees the workers soon after the prompt has ended, however it ended."""
@@ -197,9 +198,10 @@ class Driver:
             return
         session.closed.set()
         if self.cluster.world_size > 1:
-            end = session.announced
-            self.cluster.store.set(call_key(session.number, end), {"end": reason})
-            self._read_keys += [call_key(session.number, max(end - 1, 0)), call_key(session.number, end)]
+            self._tell(session, {"end": reason})
+            joined = [joined_key(session.number, rank) for rank in range(1, self.cluster.world_size)]
+            told = [call_key(session.number, index) for index in range(session.told)]
+            self._read_keys += joined + told
             _log.info("session %d ends: %s", session.number, reason)
 
 

@@ -36,7 +36,12 @@ class Reply:
 class RankPool:
     """N processes running ``program``, each a rank; the store lives in this process."""
 
-    def __init__(self, program: Path, world_size: int, environment: dict[str, str]):
+    def __init__(
+        self, program: Path, world_size: int, environment: Callable[[int, str], dict[str, str]] | None = None
+    ):
+        """``environment(rank, store address)``: variables that the program needs besides RANK, WORLD_SIZE and
+        STORE.
+        """
         import torch.distributed as dist
 
         self.world_size = world_size
@@ -44,7 +49,10 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.store_address = f"127.0.0.1:{self._store.port}"
         self._replies: Queue[tuple[int, dict]] = Queue()
-        self.processes = [self._start(program, rank, environment) for rank in range(world_size)]
+        self.processes = [
+            self._start(program, rank, environment(rank, self.store_address) if environment else {})
+            for rank in range(world_size)
+        ]
         # Importing torch four times takes long on a busy machine; that is not a scenario's time.
         self.collect(list(range(world_size)), _START_TIMEOUT_S)
 

@@ -4,17 +4,15 @@ works.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from rank_pool import RankPool, Reply
 
 from phase_parallel.parallel.cluster import Cluster
 from phase_parallel.parallel.faults import SectionCancelled
@@ -24,46 +22,33 @@ pytestmark = pytest.mark.ranks4
 HERE = Path(__file__).parent
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_pool = _load("rank_pool")
-
-
 @pytest.fixture(scope="module")
-def ranks() -> Iterator:
-    pool = rank_pool.RankPool(HERE / "section_program.py", 4, {})
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(HERE / "section_program.py", 4)
     yield pool
     pool.close()
 
 
-def all_fail_alike(replies: list, error_type: str) -> str:
+def all_fail_alike(replies: list[Reply], error_type: str) -> str:
     """The one sentence that every rank raised."""
     assert [reply.error_type for reply in replies] == [error_type] * len(replies)
     assert len({reply.error for reply in replies}) == 1
     return replies[0].error
 
 
-def all_succeed(replies: list) -> list:
+def all_succeed(replies: list[Reply]) -> list:
     assert [reply.error for reply in replies] == [""] * len(replies)
     return [reply.result for reply in replies]
 
 
-def test_two_sections_in_a_row(ranks) -> None:
+def test_two_sections_in_a_row(ranks: RankPool) -> None:
     first = all_succeed(ranks.run("steps"))
     second = all_succeed(ranks.run("steps"))
     assert all(result["total"] == [3.0, 3.0] for result in first + second)
     assert len({result["generation"] for result in first + second}) == 1, "no new groups without a reason"
 
 
-def test_exception_on_one_rank_reaches_all_within_seconds(ranks) -> None:
+def test_exception_on_one_rank_reaches_all_within_seconds(ranks: RankPool) -> None:
     replies = ranks.run("steps", fail={"rank": 2, "step": 1})
     sentence = all_fail_alike(replies, "RankFault")
     assert sentence == "rank 2 failed in denoise (step 2 of 3): the toy network broke"
@@ -73,13 +58,13 @@ def test_exception_on_one_rank_reaches_all_within_seconds(ranks) -> None:
     assert before[0]["generation"] == after[0]["generation"]
 
 
-def test_exception_on_rank_0_reaches_all(ranks) -> None:
+def test_exception_on_rank_0_reaches_all(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", fail={"rank": 0, "step": 0}), "RankFault")
     assert sentence == "rank 0 failed in denoise (step 1 of 3): the toy network broke"
     all_succeed(ranks.run("steps"))
 
 
-def test_ctrl_c_stays_what_it_is_on_its_rank(ranks) -> None:
+def test_ctrl_c_stays_what_it_is_on_its_rank(ranks: RankPool) -> None:
     replies = ranks.run("steps", interrupts=1)
     assert replies[1].error_type == "KeyboardInterrupt"
     sentence = all_fail_alike([replies[0], *replies[2:]], "RankFault")
@@ -87,52 +72,52 @@ def test_ctrl_c_stays_what_it_is_on_its_rank(ranks) -> None:
     all_succeed(ranks.run("steps"))
 
 
-def test_cancel_stops_all_ranks_at_the_same_step(ranks) -> None:
+def test_cancel_stops_all_ranks_at_the_same_step(ranks: RankPool) -> None:
     generation = all_succeed(ranks.run("steps"))[0]["generation"]
     sentence = all_fail_alike(ranks.run("steps", count=5, cancel_at=3), "SectionCancelled")
     assert sentence == "cancelled after 3 of 5"
     assert all_succeed(ranks.run("steps"))[0]["generation"] == generation, "a cancel keeps the groups"
 
 
-def test_one_token_differs_on_one_rank(ranks) -> None:
+def test_one_token_differs_on_one_rank(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_token=3), "SectionMismatch")
     assert sentence == "rank 3 has other inputs than rank 0 in denoise"
     all_succeed(ranks.run("steps"))
 
 
-def test_one_rank_is_at_another_call(ranks) -> None:
+def test_one_rank_is_at_another_call(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_call=1), "SectionMismatch")
     assert sentence.startswith("rank 1 is at node 7, call 1") and ", not at node 7, call " in sentence
     all_succeed(ranks.run("steps"))
 
 
-def test_one_rank_makes_another_collective(ranks) -> None:
+def test_one_rank_makes_another_collective(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_site=1), "CollectiveDivergence")
     assert "rank 1 made `section broadcast step1.elsewhere" in sentence
     assert sentence.endswith("in denoise (step 3 of 3)")
     all_succeed(ranks.run("steps"))
 
 
-def test_one_rank_has_another_result(ranks) -> None:
+def test_one_rank_has_another_result(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_result=2), "SectionMismatch")
     assert sentence == "rank 2 has another result than rank 0 in denoise (step 3 of 3)"
     all_succeed(ranks.run("steps"))
 
 
-def test_a_rank_that_comes_too_late_is_named_and_fails_too(ranks) -> None:
+def test_a_rank_that_comes_too_late_is_named_and_fails_too(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("late", seconds=5.5, rank=3), "SectionTimeout")
     assert sentence.startswith("rank 3 did not answer within 4 s in denoise (entering node 7, call ")
     all_succeed(ranks.run("steps"))
 
 
-def test_a_rank_that_works_for_ever_is_named(ranks) -> None:
+def test_a_rank_that_works_for_ever_is_named(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", sleeps=2), "SectionTimeout")
     # Rank 0 may get through the broadcast of the first step without rank 2.
     assert re.match(r"rank 2 did not answer within 4 s in denoise \(step [12] of 3\);", sentence)
     all_succeed(ranks.run("steps"))
 
 
-def test_another_plan_at_the_next_section(ranks) -> None:
+def test_another_plan_at_the_next_section(ranks: RankPool) -> None:
     sp = all_succeed(ranks.run("steps", plan="hybrid", denoise="sp"))[0]["generation"]
     tp = all_succeed(ranks.run("steps", plan="tp", denoise="tp"))
     cfg = all_succeed(ranks.run("steps", plan="hybrid", denoise="cfg"))
@@ -140,13 +125,13 @@ def test_another_plan_at_the_next_section(ranks) -> None:
     assert tp[0]["total"] == cfg[0]["total"] == [3.0, 3.0]
 
 
-def test_ranks_with_different_plans(ranks) -> None:
+def test_ranks_with_different_plans(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_plan=1), "SectionMismatch")
     assert sentence == "rank 1 uses plan tp, rank 0 plan hybrid in denoise"
     all_succeed(ranks.run("steps"))
 
 
-def test_records_show_every_rank(ranks) -> None:
+def test_records_show_every_rank(ranks: RankPool) -> None:
     ranks.run("steps", fail={"rank": 1, "step": 0})
     failed = ranks.run("records")[0].result
     assert {record["error"] for record in failed} == {
@@ -163,7 +148,7 @@ def test_records_show_every_rank(ranks) -> None:
         assert record["memory"]["resident_set"] > 10**7
 
 
-def test_a_stopped_rank_is_named(ranks) -> None:
+def test_a_stopped_rank_is_named(ranks: RankPool) -> None:
     """SIGSTOP: the process is there, but nothing in it runs."""
     all_succeed(ranks.run("steps"))
     os.kill(ranks.processes[1].pid, signal.SIGSTOP)
@@ -179,7 +164,7 @@ def test_a_stopped_rank_is_named(ranks) -> None:
     all_succeed(ranks.run("steps"))
 
 
-def test_a_killed_rank_is_named(ranks) -> None:
+def test_a_killed_rank_is_named(ranks: RankPool) -> None:
     """Last: the pool has three ranks afterwards."""
     all_succeed(ranks.run("steps"))
     others = [0, 1, 3]

@@ -1,0 +1,198 @@
+"""The side channel by itself: faults, generations, heartbeats. Ranks are Cluster objects of one process,
+without groups.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phase_parallel.parallel.cluster import Cluster, process_cluster
+from phase_parallel.parallel.faults import Fault, RankFault, SectionTimeout, describe_cause
+from phase_parallel.parallel.heartbeat import ended_ranks
+from phase_parallel.parallel.plan import make_plan
+from phase_parallel.parallel.rank_record import RankRecord, RecordKeeper
+from phase_parallel.parallel.store import JsonStore, StoreUnreachable
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Cluster, Cluster]]:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    clusters = tuple(
+        Cluster(
+            JsonStore.tcp("127.0.0.1", server.port, "test"),
+            rank=rank,
+            world_size=2,
+            device=torch.device("cpu"),
+            timeout_s=5.0,
+        )
+        for rank in range(2)
+    )
+    yield clusters
+    for cluster in clusters:
+        cluster.close()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def open_generation(*clusters: Cluster) -> None:
+    generation = clusters[0].lead_generation(clusters[0].plan)
+    for cluster in clusters[1:]:
+        cluster.adopt_generation(generation, cluster.plan)
+
+
+def test_a_published_fault_reaches_the_other_rank_by_itself(pair: tuple[Cluster, Cluster]) -> None:
+    zero, one = pair
+    zero.start()
+    one.start()
+    open_generation(zero, one)
+    one.record.start_section("denoise")
+    one.record.progress(2, 50)
+    error = one.fail(one.fault("failed", (1,), "the disk is full"))
+    assert isinstance(error, RankFault)
+    deadline = time.monotonic() + 3.0
+    with pytest.raises(RankFault) as fault:
+        while time.monotonic() < deadline:
+            zero.fault_check()
+            time.sleep(0.02)
+    assert str(fault.value) == str(error) == "rank 1 failed in denoise (step 3 of 50): the disk is full"
+
+
+def test_the_first_fault_wins_and_the_next_generation_is_clean(pair: tuple[Cluster, Cluster]) -> None:
+    zero, one = pair
+    open_generation(zero, one)
+    first = one.fail(one.fault("failed", (1,), "cause"))
+    second = zero.fail(zero.fault("failed", (0,), "consequence"))
+    assert str(first) == str(second)
+    for cluster in pair:
+        cluster.look_for_fault()  # told once; nothing is left to tell
+    before = zero.generation
+    open_generation(zero, one)
+    assert zero.generation == one.generation == before + 1
+    for cluster in pair:
+        cluster.look_for_fault()
+
+
+def test_a_fault_between_sections_is_told_at_the_next_one(pair: tuple[Cluster, Cluster]) -> None:
+    zero, one = pair
+    open_generation(zero, one)
+    one.fail(one.fault("failed", (1,), "left"))
+    with pytest.raises(RankFault):
+        zero.lead_generation(zero.plan)
+    assert zero.lead_generation(zero.plan) == one.generation + 1
+
+
+def test_a_generation_lasts_while_nothing_changes(pair: tuple[Cluster, Cluster]) -> None:
+    zero, _ = pair
+    first = zero.lead_generation(zero.plan)
+    assert zero.lead_generation(zero.plan) == first
+    other = make_plan("tp", world_size=4)
+    assert zero.lead_generation(other) == first + 1
+
+
+def test_heartbeats_tell_who_is_silent_and_who_works(pair: tuple[Cluster, Cluster]) -> None:
+    zero, one = pair
+    assert zero.stale_ranks(0.0) == (1,)
+    zero.start()
+    one.start()
+    wait_until(lambda: zero.stale_ranks(0.5) == () and zero.busy_ranks() == (1,))
+    one.close()
+    wait_until(lambda: zero.stale_ranks(1.5) == (1,))
+
+
+def test_records_of_all_ranks(pair: tuple[Cluster, Cluster]) -> None:
+    zero, one = pair
+    assert zero.records() == [None, None]
+    one.start()
+    absent, record = zero.records()
+    assert absent is None
+    assert (record["rank"], record["pid"], record["phase"]) == (1, os.getpid(), "idle")
+    assert zero.lost_ranks() == ()
+
+
+def test_a_rank_whose_process_has_ended() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = socket.gethostname()
+    records = [
+        {"rank": 1, "host": here, "pid": os.getpid()},
+        {"rank": 2, "host": here, "pid": gone.pid},
+        {"rank": 3, "host": "elsewhere", "pid": gone.pid},
+    ]
+    assert ended_ranks(records) == (2,)
+
+
+def test_the_launcher_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = JsonStore.tcp("127.0.0.1", server.port, "test", timeout_s=2.0)
+    cluster = Cluster(store, rank=0, world_size=2, device=torch.device("cpu"))
+    cluster.start()
+    del server
+
+    def noticed() -> bool:
+        try:
+            cluster.store_check()
+        except StoreUnreachable as error:
+            return "the launcher has ended" in str(error)
+        return False
+
+    wait_until(noticed)
+    cluster.close()
+
+
+def test_process_cluster_without_a_launcher_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHASE_PARALLEL_STORE", raising=False)
+    cluster = process_cluster(torch.device("cpu"))
+    assert cluster.world_size == 1 and process_cluster(torch.device("cpu")) is cluster
+    assert cluster.plan.name == "single"
+
+
+def test_record_keeps_phases_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+    keeper.start_section("generate")
+    now[0] += 1
+    keeper.start_phase("decode", "token")
+    now[0] += 2
+    keeper.progress(8, 100)
+    assert keeper.where() == ("decode", "token 9 of 100")
+    keeper.start_phase("denoise", "step")
+    assert keeper.where() == ("denoise", "")
+    now[0] += 4
+    keeper.progress(2, 2)
+    assert keeper.where() == ("denoise", "step 2 of 2")
+    assert keeper.end_section(digest="d") == {"generate": 1.0, "decode": 2.0, "denoise": 4.0}
+    record = keeper.to_json()
+    assert (record["tokens_per_s"], record["s_per_step"], record["digest"]) == (4.0, 2.0, "d")
+    keeper.start_section("load")
+    keeper.end_section(error="broke")
+    assert keeper.to_json()["error"] == "broke"
+    assert keeper.to_json()["digest"] == "d"
+
+
+def test_sentences() -> None:
+    assert str(Fault("timeout", (1, 3), "denoise", "step 3 of 50", "60 s").error()) == (
+        "ranks 1 and 3 did not answer within 60 s in denoise (step 3 of 50); see the log of that rank"
+    )
+    nobody = Fault("timeout", (), "load", "", "60 s")
+    assert isinstance(nobody.error(), SectionTimeout)
+    assert nobody.sentence().startswith("one of the other ranks did not answer within 60 s in load;")
+    assert Fault.from_json(nobody.to_json()) == nobody
+    assert describe_cause(ValueError("line one.\nline two")) == "line one"
+    assert describe_cause(KeyError("x")) == "KeyError: 'x'"
+    assert describe_cause(ZeroDivisionError()) == "ZeroDivisionError"
+    assert describe_cause(torch.OutOfMemoryError("tried to allocate")) == "out of memory (tried to allocate)"

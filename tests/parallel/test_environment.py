@@ -1,0 +1,80 @@
+"""What the launcher exports is what a rank reads, and a wrong value is refused with its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phase_parallel.parallel import environment as names
+from phase_parallel.parallel.environment import EnvironmentProblem, LaunchEnvironment
+
+LAUNCH = LaunchEnvironment(
+    rank=2,
+    world_size=4,
+    local_rank=2,
+    store_host="127.0.0.1",
+    store_port=29400,
+    secret="0123456789abcdef",
+    launch_id="a1b2",
+    ports=(8188, 8201, 8202, 8203),
+    timeout_s=60.0,
+    device="cuda",
+    model_dirs=("/models", "/more models"),
+    restart_count=1,
+)
+
+
+def test_round_trip() -> None:
+    assert LaunchEnvironment.from_environ(LAUNCH.to_environ()) == LAUNCH
+    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1")
+    assert LaunchEnvironment.from_environ(shorter.to_environ()) == shorter
+
+
+def test_without_our_launcher() -> None:
+    assert LaunchEnvironment.from_environ({"RANK": "0", "WORLD_SIZE": "2"}) is None
+
+
+def test_what_may_be_left_out() -> None:
+    environ = LAUNCH.to_environ()
+    for name in (
+        names.TIMEOUT_S,
+        names.DEVICE,
+        names.MODEL_DIRS,
+        names.LOCAL_RANK,
+        names.RESTART_COUNT,
+    ):
+        del environ[name]
+    launch = LaunchEnvironment.from_environ(environ)
+    assert launch == replace(LAUNCH, device="cpu", model_dirs=(), restart_count=0)
+
+
+def test_derived() -> None:
+    assert LAUNCH.port == 8202
+    assert LAUNCH.url(0) == "http://127.0.0.1:8188"
+    assert LAUNCH.store_prefix != replace(LAUNCH, restart_count=2).store_prefix
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (names.STORE, "29400", "is not host:port"),
+        (names.STORE, "localhost:x", "is not host:port"),
+        (names.SECRET, "", "PHASE_PARALLEL_SECRET is not set although PHASE_PARALLEL_STORE is"),
+        (names.SECRET, "short", "has 5 characters; it needs 16 or more"),
+        (names.LAUNCH_ID, "", "PHASE_PARALLEL_LAUNCH_ID is not set"),
+        (names.RANK, "4", "RANK=4 is out of range; use a number from 0 to 3"),
+        (names.RANK, "two", "RANK='two' is not a number"),
+        (names.WORLD_SIZE, "0", "WORLD_SIZE=0 is out of range"),
+        (names.PORTS, "8188,8201", "names 2 ports but WORLD_SIZE is 4"),
+        (names.PORTS, "8188,a,b,c", "is not a comma-separated list of ports"),
+        (names.PORT, "8188", "gives rank 2 port 8202; the two must agree"),
+        (names.TIMEOUT_S, "soon", "PHASE_PARALLEL_TIMEOUT_S='soon' is not a number"),
+        (names.TIMEOUT_S, "0", "is out of range; use a number from 1 to 86400"),
+        (names.TIMEOUT_S, "nan", "is out of range"),
+        (names.DEVICE, "tpu", "PHASE_PARALLEL_DEVICE='tpu' is not a device kind; use cpu or cuda"),
+    ],
+)
+def test_bad_value(name: str, value: str, sentence: str) -> None:
+    with pytest.raises(EnvironmentProblem, match=sentence.replace("(", r"\(")):
+        LaunchEnvironment.from_environ(LAUNCH.to_environ() | {name: value})
