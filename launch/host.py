@@ -151,7 +151,7 @@ def _flags(root: Path) -> frozenset[str]:
 def split_extra_flags(host: ComfyHost, extra: list[str]) -> tuple[list[str], list[str]]:
     """Check what stands after `--` and divide it: (for rank 0, for the other ranks).
 
-    Raises LaunchError, before any rank starts, for a flag that we own, that this host lacks or that it refuses.
+    Raises LaunchError, before any rank starts, for a flag that we own, that the host lacks or refuses.
     """
     groups: list[list[str]] = []
     for word in extra:
@@ -276,8 +276,9 @@ def patched_user_folder(host: ComfyHost, place: RankPlace) -> Path | None:
     return None if host.knows("--user-directory") else user_folder(host, place)
 
 
-def rank_environment(host: ComfyHost, byte_code: Path) -> dict[str, str]:
+def rank_environment(host: ComfyHost) -> dict[str, str]:
     """Variables that keep a ComfyUI that is not ours free of our byte code."""
     if host.private or host.in_place:
         return {}
-    return {"PYTHONPYCACHEPREFIX": str(byte_code)}
+    # A prefix for byte code would hide what is there already: every start would compile all of torch again.
+    return {"PYTHONDONTWRITEBYTECODE": "1"}

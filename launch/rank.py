@@ -46,7 +46,7 @@ def main() -> int:
     mine = plan["ranks"][rank]
     os.environ.update(mine["environment"])
     # The interpreter read this name when it started; children of this process will read it again.
-    sys.pycache_prefix = os.environ.get("PYTHONPYCACHEPREFIX", sys.pycache_prefix)
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     if plan["device"] == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = own_device(local_rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     report = run_folder / f"rank{rank}.json"

@@ -132,8 +132,8 @@ def _base_of(host: ComfyHost, asked: Path | None) -> tuple[Path, Path]:
     if host.in_place:
         if asked is not None:
             raise LaunchError(
-                f"--base cannot be used with the ComfyUI in {host.root}, which holds this pack itself and keeps "
-                "its own folders; leave --base out, or unset COMFYUI_DIR."
+                f"--base cannot be used with the ComfyUI in {host.root}, which holds this pack itself and "
+                "keeps its own folders; leave --base out, or unset COMFYUI_DIR."
             )
         return STATE_FOLDER, host.root
     base = (asked or STATE_FOLDER / "base").resolve()
@@ -270,7 +270,7 @@ def make_plan(host: ComfyHost, record: LaunchRecord, flags: tuple[list[str], lis
                 "arguments": rank_arguments(host, place, extra, model_paths),
                 "environment": {
                     names.PORT: str(entry.port),
-                    **rank_environment(host, STATE_FOLDER / "byte_code"),
+                    **rank_environment(host),
                 },
                 "user_folder": None if user is None else str(user),
             }

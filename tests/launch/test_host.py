@@ -140,8 +140,8 @@ def test_base_links_the_pack_and_refuses_a_folder_in_its_place(tmp_path: Path) -
 
 
 def test_a_users_comfyui_gets_no_byte_code(tmp_path: Path) -> None:
-    assert rank_environment(host(tmp_path, NEW_FLAGS), tmp_path) == {"PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert rank_environment(host(tmp_path, NEW_FLAGS, private=True), tmp_path) == {}
+    assert rank_environment(host(tmp_path, NEW_FLAGS)) == {"PYTHONDONTWRITEBYTECODE": "1"}
+    assert rank_environment(host(tmp_path, NEW_FLAGS, private=True)) == {}
 
 
 def test_describe_host_asks_for_flags_version_and_the_pack(any_stand_in: Path, tmp_path: Path) -> None:
