@@ -252,3 +252,15 @@ def test_launch_reports_a_failed_start(stand_in: Path) -> None:
     with pytest.raises(LaunchError, match="fails at its start"), launch:
         pass
     assert not launch.folder.exists()
+
+
+def test_a_comfyui_that_holds_the_pack_is_used_in_place(stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "custom_nodes").mkdir()
+    (stand_in / "custom_nodes" / "my copy").symlink_to(PACK_ROOT)
+    refused = run_up("--base", str(tmp_path / "base"), comfyui=stand_in)
+    assert refused.returncode == 1 and "--base cannot be used" in refused.stderr
+    with Launch(ranks=2, environment={"COMFYUI_DIR": str(stand_in)}) as launch:
+        first, second = (get_json(url + "/system_stats")["argv"] for url in launch.urls)
+    assert "--base-directory" not in first and "--user-directory" not in first
+    assert str(launch.output_folder) in first and str(launch.output_folder) not in second
+    assert second[second.index("--whitelist-custom-nodes") + 1] == "my copy"
