@@ -294,37 +294,38 @@ class TestPlanChoice:
             self.resolve(eight_ways, **choices)
 
 
+@pytest.fixture(scope="module")
+def two_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("large") / "checkpoint"
+    spec = replace(
+        EIGHT_WAYS,
+        hidden=1024,
+        head_dim=64,
+        kv_heads=8,
+        experts=16,
+        expert_width=3072,
+        vocab=65536,
+        patch_embed_width=256,
+        max_shard_bytes=512 << 20,
+    )
+    block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    def repeated(key: str, shape: tuple[int, ...], **_: object) -> torch.Tensor:
+        count = math.prod(shape)
+        return block.repeat(-(-count // block.numel()))[:count].reshape(shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Half a billion normal numbers would take most of the test's time.
+        patch.setattr(synthetic, "random_tensor", repeated)
+        synthetic.write_checkpoint(folder, spec)
+    assert sum(file.stat().st_size for file in folder.iterdir()) >= 2 * 10**9
+    yield folder
+    for file in folder.iterdir():
+        file.unlink()
+
+
 class TestMemory:
     """Peak host memory of a rank while it loads: its resident bytes plus at most 300 MB."""
-
-    @pytest.fixture(scope="class")
-    def two_gigabytes(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-        folder = tmp_path_factory.mktemp("large") / "checkpoint"
-        spec = replace(
-            EIGHT_WAYS,
-            hidden=1024,
-            head_dim=64,
-            kv_heads=8,
-            experts=16,
-            expert_width=3072,
-            vocab=65536,
-            patch_embed_width=256,
-            max_shard_bytes=512 << 20,
-        )
-        block = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
-
-        def repeated(key: str, shape: tuple[int, ...], **_: object) -> torch.Tensor:
-            count = math.prod(shape)
-            return block.repeat(-(-count // block.numel()))[:count].reshape(shape)
-
-        with pytest.MonkeyPatch.context() as patch:
-            # Half a billion normal numbers would take most of the test's time.
-            patch.setattr(synthetic, "random_tensor", repeated)
-            synthetic.write_checkpoint(folder, spec)
-        assert sum(file.stat().st_size for file in folder.iterdir()) >= 2 * 10**9
-        yield folder
-        for file in folder.iterdir():
-            file.unlink()
 
     @pytest.mark.parametrize("weight_dtype", ["fp32", "bf16"])
     def test_peak_of_shard_0_of_2(self, two_gigabytes: Path, weight_dtype: str) -> None:
