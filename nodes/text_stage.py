@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.hunyuan_image_3.operations import text_request
+from ..models.hunyuan_image_3.text_generation import prefill_row
 from . import size_choices
 from .engine_handle import EngineHandle
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
@@ -153,6 +155,7 @@ def _write(
         "seed": wish.seed,
         **wish.sampling.resolve(engine),
     }
+    prefill_row(engine.tokenizer, engine.config, text_request(args))  # a row that is too long is refused here
     result, _ = engine.call("generate_text", args, {}, node_id=node_id, report=report)
     return TextOutcome(
         result.get("cot_text") or "",

@@ -107,22 +107,27 @@ def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> t
     return {"plan": context.plan.describe(), "around_bytes": resident}, {}
 
 
+def text_request(args: dict[str, Any]) -> TextRequest:
+    """The request that the arguments of ``generate_text`` describe."""
+    sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
+    return TextRequest(
+        prompt=args["prompt"],
+        system_prompt=args["system_prompt"],
+        cot_text=args["cot_text"],
+        task=args["task"],
+        need_ratio=args["image_size"] == "auto",
+        max_new_tokens=args["max_new_tokens"],
+        sampling=sampling,
+    )
+
+
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto" or "HxW"), max_new_tokens, seed, do_sample, temperature, top_k, top_p,
     repetition_penalty -> the fields of TextResult plus height and width."""
     engine = _engine(context, args)
-    sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
-    auto = args["image_size"] == "auto"
-    request = TextRequest(
-        prompt=args["prompt"],
-        system_prompt=args["system_prompt"],
-        cot_text=args["cot_text"],
-        task=args["task"],
-        need_ratio=auto,
-        max_new_tokens=args["max_new_tokens"],
-        sampling=sampling,
-    )
+    request = text_request(args)
+    auto = request.need_ratio
     context.section.start_phase("AR", "token")
     result = engine.generate_text(request, check=context.section.check, report=context.section.report)
     index = result.ratio_index
