@@ -2,8 +2,7 @@
 ranks.
 
 Only rank 0 executes the graph, so whatever the sampler decides (batching, order, number of calls) is decided
-once and sent with the call.
-Imported only where `host_compat.has_flow_sampling()` is true.
+once and sent with the call. Imported only where `host_compat.has_flow_sampling()` is true.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ from .engine_handle import EngineHandle
 def picture_rows(
     engine: EngineHandle, *, prompt: str, system_prompt: str | None, cot_text: str, height: int, width: int
 ) -> ImageRows:
-    """Token rows of the nearest table size. Raises SequenceError when they are longer than the model
-    allows.
-    """
+    """Token rows of the nearest table size. Raises SequenceError when they are too long."""
     return build_image_rows(
         engine.tokenizer,
         engine.config,

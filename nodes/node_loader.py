@@ -64,46 +64,7 @@ class HunyuanImage3Loader:
                     },
                 ),
             },
-            "optional": {
-                "denoise": (
-                    [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
-                    {
-                        "default": AUTO,
-                        "advanced": True,
-                        "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
-                        "takes one branch of guidance "
-                        "('cfg'), or both ('cfg_sp').",
-                    },
-                ),
-                "attention": (
-                    [AUTO, *ATTENTION_KINDS],
-                    {
-                        "default": AUTO,
-                        "advanced": True,
-                        "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
-                        "('ulysses') or by gathering keys and "
-                        "values ('kv_gather'). Same picture.",
-                    },
-                ),
-                "moe_layout": (
-                    list(MOE_LAYOUTS),
-                    {
-                        "default": MOE_LAYOUTS[0],
-                        "advanced": True,
-                        "tooltip": "Order of the expert weights in memory; for speed comparisons. Same "
-                        "picture.",
-                    },
-                ),
-                "moe_path": (
-                    list(MOE_PATHS),
-                    {
-                        "default": MOE_PATHS[0],
-                        "advanced": True,
-                        "tooltip": "How the experts' two halves are computed; for speed comparisons. Same "
-                        "picture.",
-                    },
-                ),
-            },
+            "optional": _expert_inputs(),
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -139,6 +100,48 @@ class HunyuanImage3Loader:
         engine.preview = _preview(engine, vae)
         host_compat.show_text(f"{chosen.describe()} ({reason})", unique_id)
         return build_model(engine), HunyuanText(engine), vae
+
+
+def _expert_inputs() -> dict[str, inputs.Widget]:
+    """Choices for people who measure; none changes the picture."""
+    return {
+        "denoise": (
+            [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
+            {
+                "default": AUTO,
+                "advanced": True,
+                "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
+                "takes one branch of guidance "
+                "('cfg'), or both ('cfg_sp').",
+            },
+        ),
+        "attention": (
+            [AUTO, *ATTENTION_KINDS],
+            {
+                "default": AUTO,
+                "advanced": True,
+                "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
+                "('ulysses') or by gathering keys and "
+                "values ('kv_gather'). Same picture.",
+            },
+        ),
+        "moe_layout": (
+            list(MOE_LAYOUTS),
+            {
+                "default": MOE_LAYOUTS[0],
+                "advanced": True,
+                "tooltip": "Order of the expert weights in memory; for speed comparisons. Same picture.",
+            },
+        ),
+        "moe_path": (
+            list(MOE_PATHS),
+            {
+                "default": MOE_PATHS[0],
+                "advanced": True,
+                "tooltip": "How the experts' two halves are computed; for speed comparisons. Same picture.",
+            },
+        ),
+    }
 
 
 def _preview(engine: EngineHandle, vae: HunyuanVae) -> PreviewFactors:

@@ -28,8 +28,7 @@ TOWER = "a tall tower at night"
 pytestmark = [pytest.mark.host, pytest.mark.ranks4, pytest.mark.timeout(1800)]
 
 LEVELS = 1.01
-"""Of 255: SaveImage cuts to 8 bits, and a sum in another order may fall to the other side of a whole
-number.
+"""Of 255: SaveImage cuts to 8 bits, and a sum in another order may fall to the other side of a whole number.
 """
 
 
