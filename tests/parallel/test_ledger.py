@@ -71,6 +71,14 @@ def test_counts_by_role_and_reset() -> None:
     assert ledger.counts == {} and ledger.digest() == Ledger().digest() and ledger.tail() == {"first": 0, "entries": []}
 
 
+def test_notes_count_in_the_digest_but_not_as_collectives() -> None:
+    one, other = Ledger(), Ledger()
+    one.note("prefill", "row a")
+    other.note("prefill", "row b")
+    assert one.digest() != other.digest() and one.counts == {}
+    assert first_difference([one.tail(), one.tail(), other.tail()]).endswith("but rank 2 made `prefill takes row b`")
+
+
 def test_roles_are_those_of_the_design() -> None:
     design = {"row_reduce", "vocab_gather", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
     assert set(ROLES) == design
