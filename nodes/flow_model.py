@@ -138,7 +138,7 @@ def check_sampling(
 
 
 def _check_patches(patcher: comfy.model_patcher.ModelPatcher) -> None:
-    """Raises ValueError for patches that the ranks would not see: ignored, they would give a wrong picture."""
+    """Raises ValueError for patches that the ranks would not see; ignored, they would draw wrongly."""
     options = patcher.model_options.get("transformer_options", {})
     if options.get("patches") or options.get("patches_replace"):
         raise ValueError(

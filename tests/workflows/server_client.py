@@ -27,6 +27,10 @@ class Run:
     previews: int = 0
     error: str | None = None
 
+    def steps(self, node: str) -> int:
+        """How far this class of node has reported to be."""
+        return max((value for value, _ in self.progress.get(node, [])), default=0)
+
     def files(self, kind: str) -> list[dict[str, str]]:
         return [file for output in self.outputs.values() for file in output.get(kind, [])]
 
@@ -35,8 +39,11 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def run(self, graph: Graph, *, limit_s: float = 600.0) -> Run:
-        return asyncio.run(asyncio.wait_for(self._run(graph), limit_s))
+    def run(self, graph: Graph, *, cancel_at: tuple[str, int] | None = None, limit_s: float = 900.0) -> Run:
+        """Post and wait for the end. `cancel_at`: press cancel once this class of node has done that many
+        steps.
+        """
+        return asyncio.run(asyncio.wait_for(self._run(graph, cancel_at), limit_s))
 
     def refusal(self, graph: Graph) -> str:
         """The server's answer to a graph that it must not accept."""
@@ -55,7 +62,11 @@ class Client:
     def upload(self, name: str, content: bytes) -> None:
         asyncio.run(self._upload(name, content))
 
-    async def _run(self, graph: Graph) -> Run:
+    def page(self, path: str) -> str | None:
+        """A page as text; None where the server has no such page."""
+        return asyncio.run(self._page(path))
+
+    async def _run(self, graph: Graph, cancel_at: tuple[str, int] | None) -> Run:
         run = Run()
         client = uuid.uuid4().hex
         socket_url = f"{self.url}/ws?{urlencode({'clientId': client})}"
@@ -72,6 +83,10 @@ class Client:
                     run.previews += 1
                 elif _note(json.loads(message.data), content["prompt_id"], graph, run):
                     break
+                if cancel_at is not None and run.steps(cancel_at[0]) >= cancel_at[1]:
+                    cancel_at = None
+                    async with session.post(f"{self.url}/interrupt") as answer:
+                        assert answer.status == 200
             for _ in range(100):  # the history is written a moment after the last message
                 async with session.get(f"{self.url}/history/{content['prompt_id']}") as answer:
                     history = await answer.json()
@@ -88,6 +103,10 @@ class Client:
         ):
             assert answer.status == 400, await answer.text()
             return await answer.text()
+
+    async def _page(self, path: str) -> str | None:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:
+            return await answer.text() if answer.status == 200 else None
 
     async def _get(self, path: str) -> bytes:
         async with aiohttp.ClientSession() as session, session.get(self.url + path) as answer:

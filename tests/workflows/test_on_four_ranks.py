@@ -130,6 +130,45 @@ def test_error_is_one_sentence_and_the_next_prompt_works(client: Client, launch:
     run_well(client, launch, generate_graph(seed=12, steps=1))
 
 
+def test_cancel_stops_all_ranks_and_the_next_prompt_works(client: Client, launch: Launch) -> None:
+    # Small steps and many of them: the cancel arrives long before the end.
+    run = client.run(generate_graph(seed=13, steps=400), cancel_at=("HunyuanImage3Generate", 2))
+    assert run.error == "interrupted"
+    assert 2 <= run.steps("HunyuanImage3Generate") < 400
+    picture, _ = client.picture(run_well(client, launch, generate_graph(batch_size=1)))
+    assert distance(picture, golden_picture()) <= LEVELS
+
+
+def test_ranks_node_shows_and_frees(client: Client, launch: Launch) -> None:
+    def report(action: str) -> list[str]:
+        graph = {"1": {"class_type": "HunyuanImage3Ranks", "inputs": {"action": action}}}
+        (text,) = run_well(client, launch, graph).outputs["1"]["text"]
+        return text.splitlines()
+
+    run_well(client, launch, generate_graph())
+    lines = report("status")
+    assert lines[0].startswith("hybrid: AR TP4")
+    assert [line.split(":")[0] for line in lines[1:]] == [f"rank {rank}" for rank in range(4)]
+    report("free memory")
+    picture, _ = client.picture(run_well(client, launch, generate_graph(guidance=5.0)))
+    assert distance(picture, golden_picture()) <= LEVELS, "the model is loaded again when it is needed"
+
+
+def test_editor_finds_help_templates_and_translations(client: Client) -> None:
+    pack = "ComfyUI-PhaseParallel"
+    page = client.page(f"/extensions/{pack}/docs/HunyuanImage3Encode.md")
+    assert page is not None and page.startswith("# HunyuanImage-3.0 Encode")
+    assert "编码" in (client.page(f"/extensions/{pack}/docs/HunyuanImage3Encode/zh.md") or "")
+    templates = client.page("/workflow_templates")
+    if templates is None:
+        return  # the host of March 2024 has neither templates nor translations
+    assert sorted(json.loads(templates)[pack]) == ["img2img", "t2i_advanced", "t2i_generate", "t2i_ksampler"]
+    shown = client.page(f"/api/workflow_templates/{pack}/t2i_generate.json")
+    assert shown is not None and json.loads(shown)["version"] == 0.4
+    words = json.loads(client.page("/i18n") or "{}")
+    assert words["zh"]["nodeDefs"]["HunyuanImage3Loader"]["display_name"] == "加载 HunyuanImage-3.0"
+
+
 def test_invalid_graph_is_refused_before_any_rank_works(client: Client) -> None:
     graph = generate_graph()
     del graph["2"]["inputs"]["clip"]
