@@ -12,13 +12,32 @@ for folder in (HERE / "support", HERE / "parallel"):
     sys.path.append(str(folder))
 
 
-@pytest.fixture(scope="session")
-def eight_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small base checkpoint whose sizes divide by 8; nobody changes it."""
+def _checkpoint(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    """Sizes divide by 8. Nobody changes it."""
+    from dataclasses import replace
+
     from specs import EIGHT_WAYS
 
     from phase_parallel.models.hunyuan_image_3.synthetic import write_checkpoint
 
-    folder = tmp_path_factory.mktemp("checkpoints") / "eight-ways"
-    write_checkpoint(folder, EIGHT_WAYS)
+    folder = tmp_path_factory.mktemp("checkpoints") / kind
+    write_checkpoint(folder, replace(EIGHT_WAYS, kind=kind))
     return folder
+
+
+@pytest.fixture(scope="session")
+def eight_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small base checkpoint."""
+    return _checkpoint(tmp_path_factory, "base")
+
+
+@pytest.fixture(scope="session")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Instruct checkpoint: its weights write one fixed think and recaption text."""
+    return _checkpoint(tmp_path_factory, "instruct")
+
+
+@pytest.fixture(scope="session")
+def distil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Distil checkpoint: guidance and the next timestep are embedded."""
+    return _checkpoint(tmp_path_factory, "distil")
