@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import uuid
 from pathlib import Path
@@ -21,6 +22,7 @@ from .agent import LoopbackStore
 from .errors import LaunchError
 from .golden import GoldenCase, compare, run_case
 from .paths import PACK_ROOT
+from .rank import die_with
 
 TIMEOUT_S = 300.0
 
@@ -36,7 +38,7 @@ def start(options: dict[str, Any]) -> None:
 
     store = LoopbackStore()
     written = Path(options["out"]).with_name("options.json")
-    written.write_text(json.dumps({**options, "store_port": store.port}))
+    written.write_text(json.dumps({**options, "store_port": store.port, "agent_pid": os.getpid()}))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -51,16 +53,22 @@ def start(options: dict[str, Any]) -> None:
     )
     # By the pack's path, so that it works whether the pack is installed or not.
     command = elastic_launch(config, sys.executable)
+    # The agent takes the signals of this process for its ranks; afterwards they belong to whoever called.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         command("-u", str(PACK_ROOT), "check", "--as-rank", str(written))
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         raise LaunchError(f"Rank {rank} of the check ended with exit code {failure.exitcode}; its own message is above.") from error
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def rank(written: Path) -> None:
     """Entry of one process; the elastic agent has set its rank. ``written``: the options as JSON."""
     options = json.loads(written.read_text())
+    die_with(options["agent_pid"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_RANK"])
