@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from engines import engine_of
 from specs import ALL_PLANS
 from thread_world import run_ranks
 
-from phase_parallel.models.hunyuan_image_3.engine import Engine
+from phase_parallel.models.hunyuan_image_3.engine import Engine, ImageRequest
 from phase_parallel.models.hunyuan_image_3.model import BlockRow, StepInputs
 from phase_parallel.models.hunyuan_image_3.prefix import MAX_ROWS
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
@@ -125,3 +126,108 @@ def test_later_steps_equal_a_full_recompute(eight_ways: Path) -> None:
         assert torch.equal(later, again)
 
     run_ranks(body, "hybrid", world_size=4)
+
+
+@pytest.mark.parametrize("name", ["single", "tp4", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-cfg", "hybrid8-s2-cfg_sp"])
+def test_reuse_changes_no_picture(name: str, eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> list[torch.Tensor]:
+        found = []
+        for reuse in (True, False):
+            engine = engine_of(eight_ways, plan, comm, reuse_text=reuse)
+            write_text(engine)
+            rows = rows_of(engine)
+            request = ImageRequest(rows, steps=2, guidance=5.0, flow_shift=3.0, seeds=(1,))
+            found.append(engine.sample(request))
+        return found
+
+    for reused, computed in run_ranks(body, **ALL_PLANS[name]):
+        assert (reused - computed).abs().max() <= 1e-5 * computed.abs().max()
+
+
+@pytest.mark.parametrize("position", [0, 3, -1])
+def test_one_token_off_is_not_reused(position: int, eight_ways: Path) -> None:
+    """Exact tokens, wherever the difference is; one token less is still a prefix."""
+
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        write_text(engine)
+        row, text = rows_of(engine).cond, engine.prefixes._text
+        tokens = list(text.tokens)
+        tokens[position] += 1
+        engine.prefixes._text = replace(text, tokens=tuple(tokens))
+        assert engine.prefixes.prepare(row, (), frozenset({0})).reused == 0
+        engine.prefixes.clear()
+        engine.prefixes._text = replace(text, tokens=text.tokens[:-1])
+        assert engine.prefixes.prepare(row, (), frozenset({0})).reused == len(text.tokens) - 1
+
+    run_ranks(body, "single", world_size=1)
+
+
+def test_text_that_reaches_into_the_picture_is_not_reused(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        write_text(engine)
+        row, text = rows_of(engine).cond, engine.prefixes._text
+        engine.prefixes._text = replace(text, tokens=row.tokens[: row.prefix_length + 1])
+        assert engine.prefixes.prepare(row, (), frozenset({0})).reused == 0
+
+    run_ranks(body, "single", world_size=1)
+
+
+def test_pictures_must_be_the_same_ones(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        write_text(engine)
+        engine.prefixes._text = replace(engine.prefixes._text, features=("another picture",))
+        assert engine.prefixes.prepare(rows_of(engine).cond, (), frozenset({0})).reused == 0
+
+    run_ranks(body, "single", world_size=1)
+
+
+def test_cache_that_is_too_short_is_copied(eight_ways: Path) -> None:
+    """A text cache without room for the picture: its keys and values are still used."""
+
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        write_text(engine)
+        row, text = rows_of(engine).cond, engine.prefixes._text
+        short = engine.model.new_cache(len(text.tokens), "prefill")
+        short.copy_prefix(text.cache, len(text.tokens))
+        engine.prefixes._text = replace(text, cache=short)
+        record = engine.prefixes.prepare(row, (), frozenset({0}))
+        assert record.reused == len(text.tokens) and record.cache is not short and record.cache.capacity >= row.gen.image[1]
+
+    run_ranks(body, "single", world_size=1)
+
+
+@pytest.mark.parametrize("name", ["single", "hybrid4-ulysses", "hybrid4-cfg"])
+def test_second_row_of_one_text_is_right_after_the_first_has_drawn(name: str, eight_ways: Path) -> None:
+    """The first row's picture lies behind the shared tokens in the text's cache when the second row copies them."""
+
+    def body(plan: ParallelPlan, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        engine = engine_of(eight_ways, plan, comm)
+        write_text(engine)
+        for height, width in ((256, 256), (128, 432)):
+            rows = rows_of(engine, height=height, width=width)
+            latent = engine.sample(ImageRequest(rows, steps=2, guidance=5.0, flow_shift=3.0, seeds=(1,)))
+        engine.prefixes.clear()
+        return latent, engine.sample(ImageRequest(rows, steps=2, guidance=5.0, flow_shift=3.0, seeds=(1,)))
+
+    for after, fresh in run_ranks(body, **ALL_PLANS[name]):
+        assert (after - fresh).abs().max() <= 1e-5 * fresh.abs().max()
+
+
+def test_bytes_count_a_shared_cache_once(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        assert engine.prefixes.nbytes == 0
+        write_text(engine)
+        text = engine.prefixes._text.cache.nbytes
+        engine.prefixes.prepare(rows_of(engine).cond, (), frozenset({0}))
+        assert engine.prefixes.nbytes == text
+        engine.prefixes.prepare(rows_of(engine).uncond, (), frozenset({0}))
+        assert engine.prefixes.nbytes > text
+        engine.prefixes.clear()
+        assert engine.prefixes.nbytes == 0
+
+    run_ranks(body, "single", world_size=1)
