@@ -145,19 +145,25 @@ class HunyuanImage3Generate:
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
         if cot_text:
             outcome = TextOutcome(cot_text, outcome.recaption, outcome.height, outcome.width)
-        host_compat.annotate(_metadata(engine, wish, outcome, settings), unique_id, graph)
-        latents = draw(engine, wish, outcome, settings, report)
+        system = system_prompt_text(engine, system_prompt, custom_system_prompt, "image")
+        host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
+        latents = draw(engine, prompt, system, outcome, settings, report)
         return vae.decode(latents), outcome.cot_text
 
 
 def draw(
-    engine: EngineHandle, wish: TextWish, outcome: TextOutcome, settings: DrawSettings, report: NodeProgress
+    engine: EngineHandle,
+    prompt: str,
+    system_prompt: str | None,
+    outcome: TextOutcome,
+    settings: DrawSettings,
+    report: NodeProgress,
 ) -> torch.Tensor:
     """Unscaled latents [n, C, h, w] of `n` seeds, by one engine run over all steps."""
     rows = picture_rows(
         engine,
-        prompt=wish.prompt,
-        system_prompt=system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, "image"),
+        prompt=prompt,
+        system_prompt=system_prompt,
         cot_text=outcome.cot_text,
         height=outcome.height,
         width=outcome.width,
@@ -223,11 +229,16 @@ def _one_engine(model: Any, clip: HunyuanText, vae: HunyuanVae) -> EngineHandle:
 
 
 def _metadata(
-    engine: EngineHandle, wish: TextWish, outcome: TextOutcome, settings: DrawSettings
+    engine: EngineHandle,
+    wish: TextWish,
+    system_prompt: str | None,
+    outcome: TextOutcome,
+    settings: DrawSettings,
 ) -> dict[str, Any]:
     return {
         "checkpoint": engine.name,
         "prompt": wish.prompt,
+        "system_prompt": system_prompt,
         "cot_text": outcome.cot_text,
         "width": outcome.width,
         "height": outcome.height,

@@ -117,8 +117,9 @@ def refuse_images(engine: EngineHandle, images: tuple[Any, ...]) -> None:
         return
     if engine.config.kind == "base":
         raise ValueError(
-            f"{engine.name} is a base checkpoint and draws from text only; disconnect the images or load an "
-            "Instruct checkpoint."
+            f"{engine.name} is a base checkpoint and draws from text only; disconnect the images "
+            "(HunyuanImage-3.0 "
+            "Resolution can follow a picture's proportions) or load an Instruct checkpoint."
         )
     raise ValueError(
         "Reference images are not supported by this version of the pack yet; disconnect image1 to image3."

@@ -200,6 +200,10 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
         "SamplerCustomAdvanced", noise=noise, guider=guider, sampler=euler, sigmas=sigmas, latent_image=latent
     )
     asked = [(name, [row["kind"] for row in args["rows"]]) for name, args in driver.calls]
+    two = {"samples": latent["samples"].repeat(2, 1, 1, 1)}
+    batch, _ = stock(
+        "SamplerCustomAdvanced", noise=noise, guider=guider, sampler=euler, sigmas=sigmas, latent_image=two
+    )
     plain = sample(model, positive, negative, latent)
     driver.calls.clear()
     sample(model, positive, negative, latent, cfg=1.0)
@@ -212,6 +216,8 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
     return {
         "sigmas": error(sigmas, expected["sigmas"]),
         "latent": error(advanced["samples"] * SCALE, expected["latent.final"]),
+        "batch": error(batch["samples"][:1], advanced["samples"]),
+        "batch_differs": not torch.equal(batch["samples"][0], batch["samples"][1]),
         "asked": asked,
         "unguided": unguided,
         "timestep_factor": error(same, plain),

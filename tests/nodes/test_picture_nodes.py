@@ -19,21 +19,8 @@ from phase_parallel.nodes.node_noise import HunyuanImage3ReferenceNoise
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
 from phase_parallel.nodes.text_socket import HunyuanText
-from phase_parallel.nodes.text_stage import Sampling, TextOutcome, TextWish
+from phase_parallel.nodes.text_stage import TextOutcome
 from phase_parallel.nodes.vae_socket import HunyuanVae
-
-WISH = TextWish(
-    prompt="a tall tower",
-    task="off",
-    system_prompt="checkpoint default",
-    custom_system_prompt="",
-    size="auto",
-    width=432,
-    height=128,
-    max_new_tokens=1,
-    seed=0,
-    sampling=Sampling(),
-)
 
 
 def tokens(conditioning: list[Any], where: str) -> list[int]:
@@ -104,7 +91,7 @@ def test_draw_settings_fall_back_to_the_checkpoint(engine: EngineHandle) -> None
 
 def test_draw_sends_both_rows(engine: EngineHandle, calls: Any) -> None:
     settings = DrawSettings(steps=4, guidance=5.0, flow_shift=3.0, seeds=(11, 12))
-    latents = draw(engine, WISH, TextOutcome("", "", 128, 432), settings, NodeProgress(None))
+    latents = draw(engine, "a tower", None, TextOutcome("", "", 128, 432), settings, NodeProgress(None))
     assert latents.shape == (2, 16, 8, 27)
     name, args, _ = calls.made[0]
     assert name == "sample"

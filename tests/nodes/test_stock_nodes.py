@@ -86,6 +86,11 @@ def test_stock_sampling_equals_the_official_loop(with_flow: dict[str, Any]) -> N
     assert samplers["ksampler_finite"] and samplers["image_to_image_finite"]
 
 
+def test_a_batch_begins_with_the_same_picture(with_flow: dict[str, Any]) -> None:
+    assert with_flow["samplers"]["batch"] < LIMIT
+    assert with_flow["samplers"]["batch_differs"]
+
+
 def test_both_branches_come_in_one_call_per_step(with_flow: dict[str, Any]) -> None:
     asked = with_flow["samplers"]["asked"]
     assert [name for name, _ in asked] == ["denoise"] * 4

@@ -121,37 +121,33 @@ def test_saving_again_does_not_draw_again(client: Client, launch: Launch) -> Non
     assert distance(picture, golden_picture()) <= LEVELS
 
 
-def test_error_is_one_sentence_and_the_next_prompt_works(client: Client, launch: Launch) -> None:
+def test_error_is_one_sentence(client: Client, launch: Launch) -> None:
     run = client.run(generate_graph(prompt="a cat <img>"))
     assert run.error is not None
     assert run.error.startswith("The prompt contains <img>")
     assert "\n" not in run.error
     assert "is empty" in (client.run(generate_graph(prompt="")).error or "")
-    run_well(client, launch, generate_graph(seed=12, steps=1))
 
 
-def test_cancel_stops_all_ranks_and_the_next_prompt_works(client: Client, launch: Launch) -> None:
+def ranks_report(client: Client, launch: Launch, action: str) -> list[str]:
+    graph = {"1": {"class_type": "HunyuanImage3Ranks", "inputs": {"action": action}}}
+    (text,) = run_well(client, launch, graph).outputs["1"]["text"]
+    return text.splitlines()
+
+
+def test_after_a_cancel_and_after_freeing_memory_the_next_prompt_works(
+    client: Client, launch: Launch
+) -> None:
     # Small steps and many of them: the cancel arrives long before the end.
     run = client.run(generate_graph(seed=13, steps=400), cancel_at=("HunyuanImage3Generate", 2))
     assert run.error == "interrupted"
     assert 2 <= run.steps("HunyuanImage3Generate") < 400
-    picture, _ = client.picture(run_well(client, launch, generate_graph(batch_size=1)))
-    assert distance(picture, golden_picture()) <= LEVELS
-
-
-def test_ranks_node_shows_and_frees(client: Client, launch: Launch) -> None:
-    def report(action: str) -> list[str]:
-        graph = {"1": {"class_type": "HunyuanImage3Ranks", "inputs": {"action": action}}}
-        (text,) = run_well(client, launch, graph).outputs["1"]["text"]
-        return text.splitlines()
-
-    run_well(client, launch, generate_graph())
-    lines = report("status")
+    lines = ranks_report(client, launch, "status")
     assert lines[0].startswith("hybrid: AR TP4")
     assert [line.split(":")[0] for line in lines[1:]] == [f"rank {rank}" for rank in range(4)]
-    report("free memory")
-    picture, _ = client.picture(run_well(client, launch, generate_graph(guidance=5.0)))
-    assert distance(picture, golden_picture()) <= LEVELS, "the model is loaded again when it is needed"
+    ranks_report(client, launch, "free memory")
+    picture, _ = client.picture(run_well(client, launch, generate_graph()))
+    assert distance(picture, golden_picture()) <= LEVELS
 
 
 def test_editor_finds_help_templates_and_translations(client: Client) -> None:
