@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
-from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, PlanError, make_plan
+from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
+from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, ParallelPlan, PlanError, make_plan
 from .errors import LaunchError
+from .golden import GoldenCase
+from .golden_spec import CaseError
 
 # Name on the command line -> ranks, plan and the rest.
 PRESETS: dict[str, dict] = {
@@ -26,6 +30,9 @@ PRESETS: dict[str, dict] = {
     "hybrid-sp-kv": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "kv_gather"},
     "hybrid-cfg": {"ranks": 4, "plan": "hybrid", "denoise": "cfg"},
 }
+
+
+MAXIMUM_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank(Path(arguments[1]))
         return 0
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the temporary folder goes too
     golden = Path(options.golden)
     runs = [_run_options(options, preset) for preset in (options.plan or ["single"])]
     cases = select_cases(golden, options.case)
@@ -64,11 +72,42 @@ def main(arguments: list[str] | None = None) -> int:
     for run in runs:
         run = replace(run, cases=tuple(cases))
         print(f"== {run.describe()}")
-        rows = run_on_ranks(run)
-        results += rows
-        for row in rows:
+        for row in checked_rows(run):
+            results.append(row)
             print_row(row, brief=options.brief)
     return summarise(results, expected=len(runs) * len(cases))
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def checked_rows(run: CheckOptions) -> list[dict]:
+    """Rows of all cases in order. What one process can see to be wrong (a case, a checkpoint, a plan that does not fit) starts no rank."""
+    refused: dict[str, dict] = {}
+    checkpoints: dict[Path, str] = {}
+    plan = make_plan(run.plan, world_size=run.ranks, denoise=run.denoise, attention=run.attention)
+    for name in run.cases:
+        try:
+            checkpoint = GoldenCase.read(Path(run.golden) / "cases" / name).checkpoint
+            if checkpoint not in checkpoints:
+                checkpoints[checkpoint] = _why_not(checkpoint, plan, LoadOptions("fp32", run.moe_layout, run.moe_path))
+            reason = checkpoints[checkpoint]
+        except CaseError as error:
+            reason = str(error)
+        if reason:
+            refused[name] = {"case": name, "error": reason, "tensors": []}
+    good = tuple(name for name in run.cases if name not in refused)
+    rows = {row["case"]: row for row in (run_on_ranks(replace(run, cases=good)) if good else [])}
+    return [refused.get(name) or rows[name] for name in run.cases if name in refused or name in rows]
+
+
+def _why_not(checkpoint: Path, plan: ParallelPlan, options: LoadOptions) -> str:
+    try:
+        check_folder(checkpoint, plan, options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -102,7 +141,9 @@ def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
     if preset not in PRESETS and preset not in PLAN_NAMES:
         raise LaunchError(f"Plan {preset!r} is unknown; choose one of {', '.join([*PRESETS, *PLAN_NAMES, 'all'])}.")
     chosen = PRESETS.get(preset) or {"ranks": {"single": 1, "tp": 2, "hybrid": 4}[preset], "plan": preset}
-    ranks = options.ranks or chosen["ranks"]
+    ranks = chosen["ranks"] if options.ranks is None else options.ranks
+    if not 1 <= ranks <= MAXIMUM_RANKS:
+        raise LaunchError(f"--ranks {ranks} is not possible; choose 1 to {MAXIMUM_RANKS}.")
     run = CheckOptions(
         golden=options.golden,
         cases=(),
@@ -125,7 +166,8 @@ def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
 
 def select_cases(golden: Path, patterns: list[str] | None) -> list[str]:
     folder = golden / "cases"
-    names = sorted(path.name for path in folder.iterdir() if (path / "case.json").is_file()) if folder.is_dir() else []
+    # A folder without case.json is a damaged case, not something to pass over.
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     if not names:
         raise LaunchError(f"{golden} holds no cases; give a folder with cases/<name>/case.json and checkpoints/.")
     if not patterns:

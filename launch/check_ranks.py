@@ -33,6 +33,7 @@ def start(options: dict[str, Any]) -> None:
         device = torch.device("cuda:0" if options["device"] == "cuda" else "cpu")
         _run(options, Cluster.alone(device))
         return
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -57,6 +58,8 @@ def start(options: dict[str, Any]) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         command("-u", str(PACK_ROOT), "check", "--as-rank", str(written))
+    except SignalException as stop:
+        raise KeyboardInterrupt from stop
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         raise LaunchError(f"Rank {rank} of the check ended with exit code {failure.exitcode}; its own message is above.") from error
@@ -120,10 +123,10 @@ def _run_case(options: dict[str, Any], cluster: Cluster, engines: dict[Path, Eng
             got = run_case(case, engine, section.check)
             digest = digest_of({}, got)
             section.exit(digest)
-    except (ValueError, RuntimeError) as error:
-        print(f"rank {cluster.rank}: {name}: {error}", file=sys.stderr)
-        return {"case": name, "error": str(error), "tensors": []}
-    rows = compare(case, got)
+        rows = compare(case, got)
+    except Exception as error:  # whatever a case does, it is a FAIL of that case, and the others still run
+        sentence = str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"
+        return {"case": name, "error": sentence, "tensors": []}
     return {
         "case": name,
         "digest": digest,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..models.hunyuan_image_3.engine import Engine, ImageRequest
@@ -26,13 +27,10 @@ from ..models.hunyuan_image_3.text_generation import Sampling, TextRequest, Text
 from ..models.hunyuan_image_3.text_rules import keep_recaption
 from ..models.hunyuan_image_3.token_row import dense_mask, rope_tables
 from .golden_modules import run_modules
+from .golden_spec import CaseError, check_spec
 
 Tensors = dict[str, torch.Tensor]
 DEFAULT_TOLERANCE = 1e-4
-
-
-class CaseError(ValueError):
-    """A golden folder that cannot be read; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,15 @@ class GoldenCase:
 
     @classmethod
     def read(cls, folder: Path) -> GoldenCase:
+        """Raises CaseError for a folder that is incomplete, damaged, or not in the format."""
         try:
             spec = json.loads((folder / "case.json").read_text(encoding="utf-8"))
             expected = load_file(folder / "expected.safetensors")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise CaseError(f"case {folder.name} cannot be read ({error}); it needs case.json and expected.safetensors") from error
+        check_spec(folder.name, spec)
+        if not expected:
+            raise CaseError(f"case {folder.name} expects no tensor at all, so it can show nothing; copy expected.safetensors again")
         return cls(folder, spec, expected)
 
     @property
@@ -82,8 +84,16 @@ class GoldenCase:
         return float(tolerances.get("default", DEFAULT_TOLERANCE))
 
 
-def compare(case: GoldenCase, got: Tensors) -> list[Comparison]:
-    """Every expected tensor, in file order. A tensor that nothing computed is a failure, never skipped."""
+class Results(dict[str, torch.Tensor]):
+    """Tensors by name; ``values`` holds what ``case.json`` itself expects: sizes, indices, texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, object] = {}
+
+
+def compare(case: GoldenCase, got: Results) -> list[Comparison]:
+    """Every expected tensor, in file order, then the expected words and sizes. What nothing computed is a failure, never skipped."""
     rows = []
     for name, expected in case.expected.items():
         limit = case.limit(name)
@@ -97,7 +107,13 @@ def compare(case: GoldenCase, got: Tensors) -> list[Comparison]:
             rows.append(Comparison(name, float("inf") if different else 0.0, 0.0, f"{different} values differ" if different else ""))
         else:
             rows.append(Comparison(name, _relative(value, expected), limit))
-    return rows
+    return rows + [_compare_value(name, value, got.values.get(name)) for name, value in case.spec.get("expected", {}).items()]
+
+
+def _compare_value(name: str, expected: object, got: object) -> Comparison:
+    """A size, an index or a text of ``case.json``, exact."""
+    same = type(got) is type(expected) and got == expected
+    return Comparison(f"expected.{name}", 0.0 if same else float("inf"), 0.0, "" if same else f"{got!r} instead of {expected!r}")
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -109,10 +125,12 @@ def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def run_case(case: GoldenCase, engine: Engine, check: Callable[[int, int], None] = lambda done, total: None) -> Tensors:
-    """All tensors the case asks for, computed freely from its inputs (no expected value is fed back)."""
+def run_case(case: GoldenCase, engine: Engine, check: Callable[[int, int], None] = lambda done, total: None) -> Results:
+    """All that the case asks for, computed freely from its inputs (no expected value is fed back)."""
     if case.spec["task"] == "modules":
-        return run_modules(case.expected, engine)
+        results = Results()
+        results.update(run_modules(case.expected, engine))
+        return results
     return _CaseRun(case, engine, check).run()
 
 
@@ -124,9 +142,9 @@ class _CaseRun:
         self.folder = case.folder
         self.engine = engine
         self.check = check
-        self.got: Tensors = {}
+        self.got = Results()
 
-    def run(self) -> Tensors:
+    def run(self) -> Results:
         prepared = self._pictures()
         cond_images = tuple(p.cond_image(self.engine.config) for p in prepared)
         shapes = [(1, self.engine.config.vae.latent_channels, *image.vae_grid) for image in cond_images]
@@ -136,6 +154,7 @@ class _CaseRun:
         text = self._text_stage(encoded, cond_images)
         height, width = self._size(text)
         self.got["image_size"] = torch.tensor([height, width])
+        self.got.values |= {"height": height, "width": width}
         if self.spec["denoise"]:
             rows = self._rows(text, cond_images, height, width)
             self._record_rows(rows)
@@ -188,7 +207,9 @@ class _CaseRun:
         self.got["ar.prompt_tokens"] = torch.tensor(result.prompt_tokens)
         self.got["ar.generated_tokens"] = torch.tensor(result.tokens)
         self.got["ar.logits"] = torch.stack(logits)
+        self.got.values |= {"generated_text": result.text, "cot_text": result.cot_text}
         if auto:
+            self.got.values["ratio_index"] = result.ratio_index
             self.got["image_ratio.token"] = torch.tensor([result.tokens[-1]])
             self.got["image_ratio.index"] = torch.tensor([-1 if result.ratio_index is None else result.ratio_index])
         return result

@@ -38,13 +38,15 @@ def find_checkpoints(paths: list[Path]) -> dict[str, Path]:
 
 
 def _walk(folder: Path, depth: int) -> list[Path]:
-    if not folder.is_dir():
+    try:
+        if not folder.is_dir():
+            return []
+        if all((folder / name).is_file() for name in REQUIRED_FILES):
+            return [folder]
+        children = sorted(folder.iterdir()) if depth else []
+    except PermissionError:  # lost+found of a mounted disk, say: there is nothing in it for this user
         return []
-    if all((folder / name).is_file() for name in REQUIRED_FILES):
-        return [folder]
-    if depth == 0:
-        return []
-    return [found for child in sorted(folder.iterdir()) for found in _walk(child, depth - 1)]
+    return [found for child in children for found in _walk(child, depth - 1)]
 
 
 def checkpoint_names() -> list[str]:
