@@ -7,7 +7,7 @@ needs no special case. One engine is resident at a time: two 80B models fit no d
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from .denoise import DenoiseRow
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
 from .model import StepInputs
+from .references import PreparedReference
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
+from .text_rules import close_tags
 from .token_row import TokenRow
 
 MODEL = "hunyuan_image_3"
@@ -104,11 +106,28 @@ def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> t
     return {"plan": context.plan.describe(), "around_bytes": resident}, {}
 
 
+@register(f"{MODEL}.encode_references")
+def encode_references(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Conditioning pictures, encoded unless they are kept. args: seed, pictures [{ratio_index, grid}]; tensors: pixels{i} [3, H, W] uint8,
+    patches{i} [P, 768] fp32, mask{i} [P] uint8 -> keys, by which later operations name the pictures."""
+    engine = _engine(context, args)
+    context.section.start_phase("image encode")
+    prepared = [
+        PreparedReference(
+            tensors[f"pixels{i}"], item["ratio_index"], tensors[f"patches{i}"], tensors[f"mask{i}"].bool(), tuple(item["grid"])
+        )
+        for i, item in enumerate(args["pictures"])
+    ]
+    return {"keys": list(engine.references.encode(prepared, args["seed"]))}, {}
+
+
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto" or "HxW"), max_new_tokens, seed, do_sample, temperature, top_k, top_p,
-    repetition_penalty -> the fields of TextResult plus height and width."""
+    repetition_penalty, references (keys) -> the fields of TextResult plus height and width. A text that the token limit cut comes with its tags
+    closed and ``truncated`` set; if it was cut before its size token, one more greedy pass chooses the size."""
     engine = _engine(context, args)
+    features, cond_images = engine.references.get(args.get("references", ()))
     sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
     auto = args["image_size"] == "auto"
     request = TextRequest(
@@ -121,24 +140,32 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
         sampling=sampling,
     )
     context.section.start_phase("AR", "token")
-    result = engine.generate_text(request, check=context.section.check, report=context.section.report)
+    pictures = {"features": features, "cond_images": cond_images, "check": context.section.check}
+    result = engine.generate_text(request, report=context.section.report, **pictures)
+    cot_text = result.cot_text if result.cot_text is None else close_tags(result.cot_text)
     index = result.ratio_index
     if not auto:
         index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
-    height, width = engine.table.size(index if index is not None else engine.table.nearest(1, 1))
-    values = asdict(result)
+    elif index is None:
+        again = replace(request, cot_text=cot_text, task="img_ratio", sampling=Sampling())
+        index = engine.generate_text(again, **pictures).ratio_index
+    height, width = engine.table.size(index)
+    values = asdict(result) | {"cot_text": cot_text}
     measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds")}
     return values | {"height": height, "width": width, "measured": measured}, {}
 
 
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """One model call of the host's sampler. args: rows [{kind, row}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w], one per row ->
-    velocity [n, C, h, w]."""
+    """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w],
+    one per row -> velocity [n, C, h, w]."""
     engine = _engine(context, args)
     context.section.start_phase("denoise")
     latents = tensors["latents"]
-    rows = [DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], (), i) for i, item in enumerate(args["rows"])]
+    rows = [
+        DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)
+        for i, item in enumerate(args["rows"])
+    ]
     after = args.get("sigma_next")
     step = StepInputs(
         timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
@@ -153,8 +180,8 @@ def _fp32(sigma: float) -> float:
 
 @register(f"{MODEL}.sample")
 def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds;
-    -> latents [b, C, h, w], unscaled."""
+    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds,
+    references (keys) -> latents [b, C, h, w], unscaled."""
     engine = _engine(context, args)
     uncond = None if args["uncond"] is None else TokenRow.from_json(args["uncond"])
     rows = ImageRows(TokenRow.from_json(args["cond"]), uncond, args["height"], args["width"], args["ratio_index"])
@@ -164,6 +191,7 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
         guidance=args["guidance"],
         flow_shift=args["flow_shift"],
         seeds=tuple(args["seeds"]),
+        features=engine.references.get(args.get("references", ()))[0],
     )
     context.section.start_phase("denoise")
 
