@@ -49,7 +49,7 @@ class DenoiseCall(torch.nn.Module):
                 "The positive conditionings have different guidance values; give all of them the same one."
             )
         args = {
-            "rows": [{"kind": row.kind, "row": row.row.to_json()} for row in rows],
+            "rows": [_row_arguments(row) for row in rows],
             "sigma": sigma,
             "sigma_next": next_sigma((transformer_options or {}).get("sample_sigmas"), sigma),
             "guidance": guidance.pop(),
@@ -66,6 +66,11 @@ class DenoiseCall(torch.nn.Module):
                 "and use HunyuanImage-3.0 Guidance for its strength."
             )
         return row
+
+
+def _row_arguments(row: RowConditioning) -> dict[str, Any]:
+    keys = row.references.keys if row.references is not None else ()
+    return {"kind": row.kind, "row": row.row.to_json(), "references": list(keys)}
 
 
 def _one_sigma(timestep: torch.Tensor) -> float:

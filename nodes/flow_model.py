@@ -121,6 +121,10 @@ def check_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any
             check_latent(tuple(noise.shape), row)
         branches[where] = rows
     check_pair(branches.get("positive", []), branches.get("negative", []))
+    for rows in branches.values():
+        for row in rows:
+            if row.references is not None:
+                row.references.encode(node_id=host_compat.running_node_id())
     seed = kwargs.get("seed", args[-1] if args else None)
     for row in branches.get("positive", [])[:1]:
         info = {**row.summary, "seed": seed if isinstance(seed, int) else None}

@@ -6,7 +6,7 @@ It needs nothing of the host's samplers, so it is also the way to draw in a Comf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .image_rows import picture_rows
 from .model_socket import engine_of_model
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
+from .references import References, prepare_references
 from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import Sampling, TextOutcome, TextWish, run_text_stage
 from .vae_socket import HunyuanVae, engine_of_vae
@@ -137,6 +138,7 @@ class HunyuanImage3Generate:
             seed=seed,
             sampling=Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
             images=(image1, image2, image3),
+            reference_seed=seed,
         )
         settings = DrawSettings.resolve(
             engine, steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed, batch_size=batch_size
@@ -144,18 +146,28 @@ class HunyuanImage3Generate:
         report = NodeProgress(unique_id, engine.preview)
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
         if cot_text:
-            outcome = TextOutcome(cot_text, outcome.recaption, outcome.height, outcome.width)
+            outcome = replace(outcome, cot_text=cot_text)
         host_compat.annotate(_metadata(engine, wish, outcome, settings), unique_id, graph)
-        latents = draw(engine, wish, outcome, settings, report)
+        if outcome.note:
+            host_compat.show_text(outcome.note, unique_id)
+        references = prepare_references(engine, wish.images, seed=wish.reference_seed)
+        latents = draw(engine, wish, outcome, references, settings, report)
         return vae.decode(latents), outcome.cot_text
 
 
 def draw(
-    engine: EngineHandle, wish: TextWish, outcome: TextOutcome, settings: DrawSettings, report: NodeProgress
+    engine: EngineHandle,
+    wish: TextWish,
+    outcome: TextOutcome,
+    references: References,
+    settings: DrawSettings,
+    report: NodeProgress,
 ) -> torch.Tensor:
     """Unscaled latents [n, C, h, w] of `n` seeds, by one engine run over all steps."""
+    references.encode(node_id=report.node_id, report=report)
     rows = picture_rows(
         engine,
+        references,
         prompt=wish.prompt,
         system_prompt=system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, "image"),
         cot_text=outcome.cot_text,
@@ -168,6 +180,7 @@ def draw(
         "height": rows.height,
         "width": rows.width,
         "ratio_index": rows.ratio_index,
+        "references": list(references.keys),
         "steps": settings.steps,
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,

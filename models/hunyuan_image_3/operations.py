@@ -123,8 +123,8 @@ def encode_references(context: OperationContext, args: dict[str, Any], tensors: 
 
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """args: prompt, system_prompt, cot_text, task, image_size ("auto" or "HxW"), max_new_tokens, seed, do_sample, temperature, top_k, top_p,
-    repetition_penalty, references (keys) -> the fields of TextResult plus height and width. A text that the token limit cut comes with its tags
+    """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
+    temperature, top_k, top_p, repetition_penalty, references (keys) -> the fields of TextResult plus height and width (null without a picture). A text that the token limit cut comes with its tags
     closed and ``truncated`` set; if it was cut before its size token, one more greedy pass chooses the size."""
     engine = _engine(context, args)
     features, cond_images = engine.references.get(args.get("references", ()))
@@ -144,12 +144,12 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
     result = engine.generate_text(request, report=context.section.report, **pictures)
     cot_text = result.cot_text if result.cot_text is None else close_tags(result.cot_text)
     index = result.ratio_index
-    if not auto:
-        index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
-    elif index is None:
+    if auto and index is None:
         again = replace(request, cot_text=cot_text, task="img_ratio", sampling=Sampling())
         index = engine.generate_text(again, **pictures).ratio_index
-    height, width = engine.table.size(index)
+    elif args["image_size"] is not None and not auto:
+        index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
+    height, width = (None, None) if index is None else engine.table.size(index)
     values = asdict(result) | {"cot_text": cot_text}
     measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds")}
     return values | {"height": height, "width": width, "measured": measured}, {}

@@ -59,6 +59,8 @@ class TextResult:
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     text: str
+    answer: str
+    """The text without the token that ended it."""
     cot_text: str | None
     recaption: str | None
     ratio_index: int | None
@@ -162,6 +164,7 @@ class TextGenerator:
             prompt_tokens=row.tokens,
             tokens=tuple(tokens),
             text=self._tokenizer.decode(tokens),
+            answer=self._tokenizer.decode(tokens[:-1] if stopped else tokens).strip(),
             cot_text=cot.cot_text if cot else None,
             recaption=cot.recaption if cot else None,
             ratio_index=rules.ratio_index(tokens[-1]) if wants_ratio else None,
