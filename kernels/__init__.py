@@ -1,0 +1,1 @@
+"""One operation a file: an eager reference, fast backends, and the rule that picks one."""

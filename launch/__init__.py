@@ -1,0 +1,1 @@
+"""Start ranks, find a ComfyUI, demo, doctor, status, check: the command line."""

@@ -69,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--base", type=Path, metavar="DIR", help="folder for models, input, output and user settings"
     )
+    up.add_argument("--started-by", help=argparse.SUPPRESS)  # a Parent, see there
     up.add_argument(
         "--restarts", type=int, default=3, help="how often failed ranks are started again (default 3)"
     )
@@ -92,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .parent import Parent
     from .up import UpOptions, up
 
     return up(
@@ -103,6 +105,7 @@ def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
             base=options.base,
             restarts=options.restarts,
             comfy_flags=comfy_flags,
+            parent=None if options.started_by is None else Parent.from_text(options.started_by),
         )
     )
 

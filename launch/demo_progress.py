@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 COUNTED = {"AR": "tokens"}  # every other phase that counts, counts steps
+# A section bears its operation's name until the operation names its phase.
+FOLDED = {
+    "generate_text": "AR",
+    "sample": "denoise",
+    "vae_decode": "VAE decode",
+    "vae_encode": "VAE encode",
+}
+_BAR = 24
+
+Report = dict[str, Any]
 
 
 class DemoProgress:
-    """Fed with rank 0's status a few times a second. `seconds`: phase -> seconds, in order of appearance.
+    """Fed with rank 0's status several times a second. `seconds`: phase -> seconds, as they appear.
 
-    A section's seconds stay in the status until the next section ends, so no section is missed that is
-    followed by one longer than the time between two looks.
+    The seconds of a section stay in the status until the next section ends. So a phase too short to be seen
+    at work still gets its line, unless the section behind it is as short.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -19,53 +29,66 @@ class DemoProgress:
         self._out = out
         self._live = out.isatty()
         self._last_section: dict[str, float] = {}
-        self._shown = ""
-        self._phase = "idle"
+        # The phase at work and its latest report; its line is on the terminal but not finished.
+        self._at_work: Report | None = None
+        self._finished: set[str] = set()
+        self._width = 0
 
     def look(self, status: dict[str, Any]) -> None:
         report = status["ranks"][0]
         if report is None:
             return
-        section = report["phase_seconds"]
-        if section != self._last_section:
-            self._last_section = section
-            for phase, seconds in section.items():
-                self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-        phase = report["phase"]
-        if phase != self._phase:
-            self._end_line()
-            self._phase = phase
-        if phase != "idle":
-            self._show(_line(report))
+        report = {**report, "phase": FOLDED.get(report["phase"], report["phase"])}
+        if self._at_work is not None and report["phase"] != self._at_work["phase"]:
+            self._finish()
+        if report["phase_seconds"] != self._last_section:
+            self._last_section = report["phase_seconds"]
+            self._add_section(report)
+        if report["phase"] != "idle":
+            self._at_work = report
+            if self._live:
+                self._write("\r", _line(report), "")
 
     def close(self) -> None:
-        self._end_line()
+        self._finish()
 
-    def _show(self, line: str) -> None:
-        if line == self._shown:
+    def _add_section(self, report: Report) -> None:
+        for name, seconds in report["phase_seconds"].items():
+            phase = FOLDED.get(name, name)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        for phase in self.seconds:
+            working = self._at_work is not None and self._at_work["phase"] == phase
+            if phase not in self._finished and not working:
+                self._finished.add(phase)
+                self._write("", f"{phase:<12} {self.seconds[phase]:.2f} s{_speed(phase, report)}", "\n")
+
+    def _finish(self) -> None:
+        """A phase that has given way to another one has done all of its steps."""
+        if self._at_work is None:
             return
-        if self._live:
-            self._out.write("\r" + line.ljust(len(self._shown)))
-            self._out.flush()
-        self._shown = line
+        report, self._at_work = self._at_work, None
+        self._finished.add(report["phase"])
+        self._write("\r" if self._live else "", _line({**report, "done": report["total"]}), "\n")
+        self._width = 0
 
-    def _end_line(self) -> None:
-        if self._shown:
-            # Without a terminal only the last state of each phase is worth a line.
-            self._out.write("\n" if self._live else self._shown + "\n")
-            self._out.flush()
-        self._shown = ""
+    def _write(self, before: str, line: str, after: str) -> None:
+        self._out.write(before + line.ljust(self._width) + after)
+        self._out.flush()
+        self._width = 0 if after else len(line)
 
 
-def _line(report: dict[str, Any]) -> str:
+def _line(report: Report) -> str:
     phase, done, total = report["phase"], report["done"], report["total"]
     if not total:
-        return f"{phase} ..."
-    unit = COUNTED.get(phase, "steps")
-    filled = 24 * min(done, total) // total
-    speed = ""
-    if unit == "tokens" and report["tokens_per_s"]:
-        speed = f", {report['tokens_per_s']:.1f} tokens/s"
-    elif unit == "steps" and report["s_per_step"]:
-        speed = f", {report['s_per_step']:.2f} s/step"
-    return f"{phase:<12} [{'#' * filled}{'.' * (24 - filled)}] {done}/{total} {unit}{speed}"
+        return f"{phase:<12} ..."
+    filled = _BAR * min(done, total) // total
+    bar = "#" * filled + "." * (_BAR - filled)
+    return f"{phase:<12} [{bar}] {done}/{total} {COUNTED.get(phase, 'steps')}{_speed(phase, report)}"
+
+
+def _speed(phase: str, report: Report) -> str:
+    if COUNTED.get(phase) == "tokens" and report["tokens_per_s"]:
+        return f", {report['tokens_per_s']:.1f} tokens/s"
+    if phase == "denoise" and report["s_per_step"]:
+        return f", {report['s_per_step']:.2f} s/step"
+    return ""

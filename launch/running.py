@@ -18,10 +18,10 @@ from types import TracebackType
 
 from .errors import LaunchError
 from .find_host import find_host
+from .parent import Parent
 from .paths import PACK_ROOT, make_run_folder
 from .ports import free_port, is_free
 from .records import LaunchRecord, process_birth, read_record, record_path
-from .up import PARENT_VARIABLE
 
 # The ranks are gone within a second; on a busy machine Python itself takes a few more to end.
 STOP_S = 30.0
@@ -54,7 +54,7 @@ class Launch:
         for model in models:
             self._options += ["--model", str(model)]
         self._comfy_flags = list(comfy_flags)
-        self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
+        self._environment = {**os.environ, **(environment or {})}
         self._timeout_s = timeout_s
         self._announce = announce or (lambda line: None)
         self._announced = 0
@@ -123,6 +123,7 @@ class Launch:
             self.output_folder.mkdir(parents=True)
         else:
             self._options += ["--base", str(base)]
+        self._options += ["--started-by", str(Parent(os.getpid(), self.folder))]
         command = [
             sys.executable,
             str(PACK_ROOT / "__main__.py"),

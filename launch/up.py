@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
@@ -27,9 +26,9 @@ from .host import (
     split_extra_flags,
     write_model_paths,
 )
+from .parent import Parent
 from .paths import PACK_ROOT, STATE_FOLDER, make_run_folder
 from .ports import choose_ports
-from .rank import PR_SET_PDEATHSIG
 from .records import (
     LaunchRecord,
     RankEntry,
@@ -41,8 +40,6 @@ from .records import (
 
 MAXIMUM_RANKS = 64
 DEFAULT_CPU_RANKS = 4
-# Names the process whose death ends this launch; set by the Launch context manager, never passed on to ranks.
-PARENT_VARIABLE = "PHASE_PARALLEL_PARENT"
 
 # What loopback-only traffic between processes of one machine needs; a value that the user set stays.
 _COLLECTIVE_DEFAULTS = {
@@ -66,6 +63,7 @@ class UpOptions:
     base: Path | None = None
     restarts: int = 3
     comfy_flags: list[str] = field(default_factory=list)
+    parent: Parent | None = None
 
 
 class Stopped(BaseException):
@@ -80,7 +78,8 @@ def up(options: UpOptions) -> int:
     """Exit code: 0 after Ctrl-C or SIGTERM, 1 when the ranks failed. Raises LaunchError before anything is
     started.
     """
-    die_with_parent()
+    if options.parent is not None:
+        options.parent.end_with_it()
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, _raise_stopped)
     try:
@@ -101,16 +100,9 @@ def up(options: UpOptions) -> int:
                 remove_record(record)
     except Stopped:
         return 0
-
-
-def die_with_parent() -> None:
-    """End with the process that started this launch for itself (tests, demo), even if that is killed."""
-    parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        sys.exit(1)
+    finally:
+        if options.parent is not None:
+            options.parent.tidy_up()
 
 
 def _raise_stopped(signum: int, frame: FrameType | None) -> None:

@@ -1,0 +1,1 @@
+"""What a ComfyUI user sees; the only room that imports ComfyUI."""

@@ -4,6 +4,7 @@ HTTP door.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -81,8 +82,8 @@ def _post(request: urllib.request.Request, url: str) -> str:
         if isinstance(error.reason, ConnectionRefusedError):
             raise error.reason from error
         return f"{url} did not answer ({error.reason})"
-    except OSError as error:
-        return f"{url} did not answer within {_ANSWER_TIMEOUT_S:g} s ({describe_cause(error)})"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{url} gave no answer ({describe_cause(error)})"
 
 
 def _message(body: bytes) -> str:

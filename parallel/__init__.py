@@ -1,0 +1,1 @@
+"""Plans, groups, collectives, sharded loading and the control plane. Knows no model."""

@@ -25,6 +25,8 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 # A mapped file counts as resident memory until it is closed, so files are re-opened after this many bytes.
 WINDOW_BYTES = 96 << 20
+# Elements per part of a checksum or a search for NaN: three int64 temporaries of this many are held at once (96 MB).
+DIGEST_ELEMENTS = 4 << 20
 # A slice is copied in parts of this size, so that a 1 GB embedding does not need 1 GB beside its final place.
 CHUNK_BYTES = 32 << 20
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -233,6 +235,18 @@ def allocate(table: ShardingTable, dtypes: Mapping[str, torch.dtype], device: to
     return {name: torch.empty(t.shape, dtype=dtypes[t.kind], device=device) for name, t in table.targets.items()}
 
 
+def first_not_finite(resident: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first tensor that holds NaN or infinity. In parts: summing bf16 in fp32 on a CPU makes an fp32 copy of what it sums."""
+    for name in sorted(resident):
+        # One running sum: a list of small results between the copies would keep the heap from using their space again.
+        total = torch.zeros((), dtype=torch.float32, device=resident[name].device)
+        for part in resident[name].detach().reshape(-1).split(DIGEST_ELEMENTS):
+            total += part.sum(dtype=torch.float32)
+        if not bool(torch.isfinite(total)):
+            return name
+    return None
+
+
 def tensor_digests(resident: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
     """``(name, checksum)`` per tensor, in name order; replicas of a shard must agree on all of them.
 
@@ -242,7 +256,7 @@ def tensor_digests(resident: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, 
         flat = resident[name].detach().reshape(-1)
         bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
         total = 0
-        for part in bits.split(16 << 20):
+        for part in bits.split(DIGEST_ELEMENTS):
             weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=torch.int64)
             total = (total * 1_000_003 + int((part.to(torch.int64) * weights).sum())) & 0xFFFF_FFFF_FFFF_FFFF
         yield name, total

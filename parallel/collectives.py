@@ -56,7 +56,8 @@ class Partial:
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> None:
-        site = next((a.site for a in args if isinstance(a, Partial)), "a projection")
+        flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else (arg,))]
+        site = next((item.site for item in flat if isinstance(item, Partial)), "a projection")
         raise CollectiveError(f"{site} is an unreduced partial product and reached {getattr(func, '__name__', func)}; call row_reduce first")
 
     def __getattr__(self, name: str) -> object:

@@ -63,7 +63,8 @@ class Fault:
     def sentence(self) -> str:
         where = f"{self.phase} ({self.site})" if self.site else self.phase
         if self.kind == "failed":
-            return f"{name_ranks(self.ranks)} failed in {where}: {self.message}"
+            when = "while idle" if self.phase == "idle" else f"in {where}"
+            return f"{name_ranks(self.ranks)} failed {when}: {self.message}"
         if self.kind == "timeout":
             who = name_ranks(self.ranks) if self.ranks else "one of the other ranks"
             return f"{who} did not answer within {self.message} in {where}; see the log of that rank"

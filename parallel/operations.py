@@ -1,8 +1,8 @@
 """Operations by name: what rank 0 can ask all ranks to do together, and how one such call runs on a rank.
 
 A model registers its operations; nothing here knows one. An operation is SPMD: every rank runs it with equal
-inputs, and every rank must end with equal results, except what it puts under the key ``measured``, which is
-this rank's own.
+inputs, which it must not write into, and must end with equal results, except what it puts under the key
+``measured``, which is this rank's own.
 """
 
 from __future__ import annotations

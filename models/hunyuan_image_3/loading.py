@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
-from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, tensor_digests
+from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_not_finite, tensor_digests
 from ...parallel.collectives import Communicator
 from ...parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
 from ...parallel.slicing import ShardingTable
@@ -122,11 +122,9 @@ def check_device_memory(device: torch.device, need: int, plan: ParallelPlan) -> 
 
 def refuse_nan(resident: dict[str, torch.Tensor]) -> None:
     """A damaged download shows as NaN or infinity long before it shows as a picture."""
-    for name in sorted(resident):
-        if not bool(torch.isfinite(resident[name].sum(dtype=torch.float32))):
-            raise CheckpointError(
-                f"weights of {name} hold NaN or infinity; the checkpoint is damaged, download it again"
-            )
+    name = first_not_finite(resident)
+    if name is not None:
+        raise CheckpointError(f"weights of {name} hold NaN or infinity; the checkpoint is damaged, download it again")
 
 
 def compare_replicas(table: ShardingTable, resident: dict[str, torch.Tensor], comm: Communicator) -> None:

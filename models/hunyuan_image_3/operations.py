@@ -7,6 +7,7 @@ needs no special case. One engine is resident at a time: two 80B models fit no d
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from .text_rules import close_tags
 from .token_row import TokenRow
 
 MODEL = "hunyuan_image_3"
-_LOAD_REPORTS = 200
+_LOAD_REPORTS = 50
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,15 @@ class EngineSlot:
 _slot = EngineSlot()
 
 
-def _load_reports(context: OperationContext) -> Any:
+def _load_reports(context: OperationContext) -> Callable[[int, int], None]:
+    """Progress of a load. Ranks also meet at every step of it: one may read from a slower disk, and a cancel must not wait for the end."""
     last = [-1]
 
     def progress(done: int, total: int) -> None:
         share = done * _LOAD_REPORTS // total
         if share != last[0]:
             last[0] = share
+            context.section.check(share, _LOAD_REPORTS)
             context.section.report({"kind": "load", "done": share, "total": _LOAD_REPORTS})
 
     return progress

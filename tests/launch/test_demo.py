@@ -44,9 +44,22 @@ def test_progress_shows_each_phase_once_without_a_terminal() -> None:
         progress.look(status)
     progress.close()
     lines = out.getvalue().splitlines()
-    assert [line.split()[0] for line in lines] == ["load", "AR", "denoise"]
+    assert [line.split()[0] for line in lines] == ["load", "AR", "denoise", "VAE"]
     assert lines[1].endswith("3/3 tokens, 2.0 tokens/s") and lines[2].endswith("4/4 steps, 0.50 s/step")
     assert progress.seconds == {"AR": 1.5, "denoise": 3.0, "VAE decode": 0.25}
+
+
+def test_a_phase_too_short_to_be_seen_gets_its_line() -> None:
+    out = io.StringIO()
+    progress = DemoProgress(out)
+    progress.look(report("sample", phase_seconds={"generate_text": 0.01, "AR": 0.04}, tokens_per_s=50.0))
+    progress.look(report("denoise", 2, 4, phase_seconds={"generate_text": 0.01, "AR": 0.04}))
+    progress.look(report("idle", phase_seconds={"sample": 0.5, "denoise": 1.0}))
+    progress.close()
+    first, second = out.getvalue().splitlines()
+    assert first.split() == ["AR", "0.05", "s,", "50.0", "tokens/s"]
+    assert second.startswith("denoise") and second.endswith("4/4 steps")
+    assert progress.seconds == {"AR": 0.05, "denoise": 1.5}
 
 
 def test_the_graph_must_have_one_loader() -> None:

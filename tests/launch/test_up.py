@@ -20,7 +20,7 @@ from phase_parallel.launch.errors import LaunchError
 from phase_parallel.launch.http_json import get_json
 from phase_parallel.launch.paths import PACK_ROOT, runtime_folder
 from phase_parallel.launch.ports import free_port
-from phase_parallel.launch.records import LaunchRecord, process_birth, read_record
+from phase_parallel.launch.records import LaunchRecord, process_birth, read_record, remove_record
 from phase_parallel.launch.running import Launch, what_is_left
 
 from .conftest import tree_of
@@ -44,10 +44,15 @@ def started(
     with (base.parent / "up.txt").open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
-        yield process, wait_for(process, restarts=0)
+        record = wait_for(process, restarts=0)
+        yield process, record
+        process.terminate()
+        process.wait(30)
     finally:
         process.kill()
         process.wait()
+    # What a test killed cannot tidy up after itself.
+    remove_record(record)
 
 
 def wait_for(process: subprocess.Popen, *, restarts: int) -> LaunchRecord:
@@ -112,7 +117,6 @@ def check_environments(found: list[dict[str, str]], record: LaunchRecord, model:
         assert {each[name] for each in found} == {value}
     assert len({each["PHASE_PARALLEL_STORE"] for each in found}) == 1
     assert len(found[0]["PHASE_PARALLEL_SECRET"]) == 64
-    assert not any("PHASE_PARALLEL_PARENT" in each for each in found)
 
 
 def check_secret_is_on_no_command_line(launch_pid: int, record: LaunchRecord, secret: str) -> None:
@@ -239,6 +243,7 @@ def test_a_launch_ends_with_the_process_that_made_it(stand_in: Path) -> None:
         maker.kill()
     assert record is not None
     assert wait_until_gone(record) == []
+    assert not Path(record.base).parent.exists(), "the folder of the killed process"
 
 
 def test_launch_reports_a_failed_start(stand_in: Path) -> None:
@@ -247,3 +252,15 @@ def test_launch_reports_a_failed_start(stand_in: Path) -> None:
     with pytest.raises(LaunchError, match="fails at its start"), launch:
         pass
     assert not launch.folder.exists()
+
+
+def test_a_comfyui_that_holds_the_pack_is_used_in_place(stand_in: Path, tmp_path: Path) -> None:
+    (stand_in / "custom_nodes").mkdir()
+    (stand_in / "custom_nodes" / "my copy").symlink_to(PACK_ROOT)
+    refused = run_up("--base", str(tmp_path / "base"), comfyui=stand_in)
+    assert refused.returncode == 1 and "--base cannot be used" in refused.stderr
+    with Launch(ranks=2, environment={"COMFYUI_DIR": str(stand_in)}) as launch:
+        first, second = (get_json(url + "/system_stats")["argv"] for url in launch.urls)
+    assert "--base-directory" not in first and "--user-directory" not in first
+    assert str(launch.output_folder) in first and str(launch.output_folder) not in second
+    assert second[second.index("--whitelist-custom-nodes") + 1] == "my copy"

@@ -20,7 +20,7 @@ from queue import Empty, Queue
 from typing import Any
 
 _MARK = "@@reply "
-_START_TIMEOUT_S = 150.0
+_START_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class RankPool:
             "WORLD_SIZE": str(self.world_size),
             "STORE": self.store_address,
             "OMP_NUM_THREADS": "1",
+            # As the launcher does: a machine's own name need not resolve.
+            "GLOO_SOCKET_IFNAME": "lo",
         }
         process = subprocess.Popen(
             [sys.executable, str(program)],

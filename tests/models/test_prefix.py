@@ -1,0 +1,131 @@
+"""Text keys and values that go on in denoise: what is reused, when, and that it changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from specs import ALL_PLANS
+from thread_world import run_ranks
+
+from phase_parallel.models.hunyuan_image_3.engine import Engine
+from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
+from phase_parallel.models.hunyuan_image_3.model import BlockRow, StepInputs
+from phase_parallel.models.hunyuan_image_3.prefix import MAX_ROWS
+from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
+from phase_parallel.models.hunyuan_image_3.text_generation import TextRequest
+from phase_parallel.parallel.collectives import Communicator
+from phase_parallel.parallel.plan import ParallelPlan
+
+PROMPT = "a lamp"
+EVERY_BRANCH = {True: frozenset({0, 1}), False: frozenset({0})}
+
+
+def load(folder: Path, plan: ParallelPlan, comm: Communicator, *, reuse_text: bool = True) -> Engine:
+    return Engine.load(folder, plan, comm, LoadOptions(), device=torch.device("cpu"), reuse_text=reuse_text)
+
+
+def write_text(engine: Engine, prompt: str = PROMPT) -> None:
+    engine.generate_text(TextRequest(prompt, None, None, "img_ratio", need_ratio=True, max_new_tokens=1))
+
+
+def rows_of(engine: Engine, *, prompt: str = PROMPT, height: int = 256, width: int = 256) -> ImageRows:
+    return build_image_rows(
+        engine.tokenizer, engine.config, prompt=prompt, system_prompt=None, cot_text=None, cond_images=(), height=height, width=width
+    )
+
+
+def everywhere(engine: Engine) -> frozenset[int]:
+    return EVERY_BRANCH[engine.model.plan.cfg_size == 2]
+
+
+@pytest.mark.parametrize("name", ["single", "tp4", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-cfg", "hybrid8-s2-cfg_sp"])
+def test_reused_and_computed_prefixes_are_equal(name: str, eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+        found = []
+        for reuse in (True, False):
+            engine = load(eight_ways, plan, comm, reuse_text=reuse)
+            write_text(engine)
+            row = rows_of(engine).cond
+            record = engine.prefixes.prepare(row, (), everywhere(engine))
+            found.append((record.reused, record.cache.k[:, : row.prefix_length], row.prefix_length))
+        return found[0][0], found[0][2], found[0][1], found[1][1]
+
+    for reused, prefix, with_text, computed in run_ranks(body, **ALL_PLANS[name]):
+        assert 0 < reused < prefix
+        assert (with_text - computed).abs().max() <= 1e-5 * computed.abs().max()
+
+
+def test_ulysses_goes_on_in_the_texts_own_cache(eight_ways: Path) -> None:
+    """The KV heads a rank owns in AR TP4 are those it attends with after Ulysses: nothing is copied, nothing is communicated."""
+
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = load(eight_ways, plan, comm)
+        write_text(engine)
+        text = engine.prefixes._text.cache
+        first = engine.prefixes.prepare(rows_of(engine).cond, (), frozenset({0}))
+        assert first.cache is text
+        assert comm.ledger.counts["kv_gather"] == 0
+        other = engine.prefixes.prepare(rows_of(engine, height=128, width=432).cond, (), frozenset({0}))
+        assert other.cache is not text and other.reused == first.reused, "a second row shares the text by a copy"
+
+    run_ranks(body, "hybrid", world_size=4)
+
+
+def test_a_text_of_other_tokens_is_not_reused(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = load(eight_ways, plan, comm)
+        write_text(engine)
+        assert engine.prefixes.prepare(rows_of(engine, prompt="a lamb").cond, (), frozenset({0})).reused == 0
+        assert engine.prefixes.prepare(rows_of(engine).uncond, (), frozenset({0})).reused == 0
+
+    run_ranks(body, "tp", world_size=2)
+
+
+def test_only_the_branch_that_needs_a_row_keeps_its_heads(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = load(eight_ways, plan, comm)
+        rows = rows_of(engine)
+        mine = plan.topology("denoise").cfg_rank
+        for branch, row in ((0, rows.cond), (1, rows.uncond)):
+            record = engine.prefixes.prepare(row, (), frozenset({branch}))
+            assert (record.cache is not None) == (branch == mine)
+        again = engine.prefixes.prepare(rows.cond, (), frozenset({0, 1}))
+        assert again.cache is not None, "cfg 1 needs the conditional row on every rank"
+
+    run_ranks(body, "hybrid", world_size=4, denoise="cfg")
+
+
+def test_a_kept_prefix_is_not_computed_again_and_old_ones_are_dropped(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = load(eight_ways, plan, comm)
+        row = rows_of(engine).cond
+        first = engine.prefixes.prepare(row, (), frozenset({0}))
+        made = comm.ledger.counts.total()
+        assert engine.prefixes.prepare(row, (), frozenset({0})) is first
+        assert comm.ledger.counts.total() == made
+        for number in range(MAX_ROWS):
+            engine.prefixes.prepare(rows_of(engine, prompt=f"{number}").cond, (), frozenset({0}))
+        assert engine.prefixes.prepare(row, (), frozenset({0})) is not first
+
+    run_ranks(body, "single", world_size=1)
+
+
+def test_later_steps_equal_a_full_recompute(eight_ways: Path) -> None:
+    """Overwriting the block behind the prefix is exact (spec section 10, item 7): stale keys of the first step are never seen."""
+
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = load(eight_ways, plan, comm)
+        row = rows_of(engine).cond
+        generator = torch.Generator().manual_seed(7)
+        first, second = torch.randn(2, 1, engine.config.vae.latent_channels, 16, 16, generator=generator)
+        kept = engine.prefixes.prepare(row, (), frozenset({0})).cache
+        engine.model.denoise([BlockRow(row, kept, 0)], first, StepInputs(1000.0))
+        later = engine.model.denoise([BlockRow(row, kept, 0)], second, StepInputs(700.0))
+        engine.prefixes.clear()
+        fresh = engine.prefixes.prepare(row, (), frozenset({0})).cache
+        again = engine.model.denoise([BlockRow(row, fresh, 0)], second, StepInputs(700.0))
+        assert torch.equal(later, again)
+
+    run_ranks(body, "hybrid", world_size=4)
