@@ -9,29 +9,36 @@ from ..models.hunyuan_image_3.text_rules import keep_recaption
 from ..models.hunyuan_image_3.token_row import TokenRow
 from .conditioning import RowConditioning
 from .engine_handle import EngineHandle
-from .references import References
+from .prompts import recaption_prompt
+from .references import References, no_references
 
 
 def picture_rows(
     engine: EngineHandle,
-    references: References,
     *,
     prompt: str,
     system_prompt: str | None,
     cot_text: str,
     height: int,
     width: int,
+    references: References | None = None,
 ) -> ImageRows:
     """Token rows of the nearest table size. Raises SequenceError when they are longer than the model
     allows.
+
+    Checkpoints with ``drop_think`` leave the thinking out of the picture's row, and give the model the
+    instruction of a recaption where it had one for thinking.
     """
+    if cot_text and engine.config.generation.drop_think:
+        cot_text = keep_recaption(cot_text)
+        system_prompt = system_prompt and recaption_prompt(engine)
     return build_image_rows(
         engine.tokenizer,
         engine.config,
         prompt=prompt,
         system_prompt=system_prompt,
-        cot_text=_cot_for_picture(engine, cot_text),
-        cond_images=references.cond_images,
+        cot_text=cot_text or None,
+        cond_images=() if references is None else references.cond_images,
         height=height,
         width=width,
     )
@@ -39,25 +46,26 @@ def picture_rows(
 
 def build_conditionings(
     engine: EngineHandle,
-    references: References,
     *,
     prompt: str,
     system_prompt: str | None,
     cot_text: str,
     height: int,
     width: int,
+    references: References | None = None,
 ) -> tuple[RowConditioning, RowConditioning]:
     """(positive, negative). A distilled checkpoint has no unconditional row; its negative may be wired but
     not run.
     """
+    references = references or no_references(engine)
     rows = picture_rows(
         engine,
-        references,
         prompt=prompt,
         system_prompt=system_prompt,
         cot_text=cot_text,
         height=height,
         width=width,
+        references=references,
     )
     guidance = engine.config.generation.diff_guidance_scale if engine.config.cfg_distilled else None
     pair = "".join([rows.cond.digest(), *references.keys])
@@ -95,13 +103,6 @@ def build_conditionings(
         references=references,
     )
     return positive, negative
-
-
-def _cot_for_picture(engine: EngineHandle, cot_text: str) -> str | None:
-    """What of the model's text the picture stage reads: checkpoints with ``drop_think`` leave the thinking out."""
-    if cot_text and engine.config.generation.drop_think:
-        return keep_recaption(cot_text)
-    return cot_text or None
 
 
 def _digest(row: TokenRow, references: References) -> str:

@@ -84,12 +84,12 @@ class HunyuanImage3Encode:
         references = prepare_references(engine, (image1, image2, image3), seed=reference_seed)
         positive, negative = build_conditionings(
             engine,
-            references,
             prompt=prompt,
             system_prompt=system_prompt_text(engine, system_prompt, custom_system_prompt, "image"),
             cot_text=cot_text,
             height=height,
             width=width,
+            references=references,
         )
         note = size_note((height, width), (positive.height, positive.width))
         if note:

@@ -67,6 +67,11 @@ def prepare_references(engine: EngineHandle, images: Sequence[Any], *, seed: int
     return References(engine, pictures, seed, keys)
 
 
+def no_references(engine: EngineHandle) -> References:
+    """Of a prompt without pictures."""
+    return References(engine, (), 0, ())
+
+
 def _latent_shapes(engine: EngineHandle, pictures: Sequence[PreparedReference]) -> list[tuple[int, ...]]:
     channels = engine.config.vae.latent_channels
     return [(1, channels, *picture.cond_image(engine.config).vae_grid) for picture in pictures]

@@ -61,6 +61,8 @@ class TextWish:
     sampling: Sampling
     images: tuple[Any, ...] = ()
     reference_seed: int = 0
+    cot_text: str = ""
+    """The model's turn as the user gives it: nothing is written, and an automatic size is chosen after reading it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def run_text_stage(
         return _write(engine, wish, RATIO_TASK, None, references, node_id=node_id, report=report)
     asked = size or (wish.height, wish.width)
     height, width = engine.snap(*asked)
-    return TextOutcome("", "", height, width, size_note(asked, (height, width)))
+    return TextOutcome(wish.cot_text, "", height, width, size_note(asked, (height, width)))
 
 
 def size_note(asked: tuple[int, int] | None, drawn: tuple[int, int]) -> str:
@@ -146,7 +148,7 @@ def _write(
     args = {
         "prompt": wish.prompt,
         "system_prompt": system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, task),
-        "cot_text": None,
+        "cot_text": wish.cot_text or None,
         "task": task,
         "image_size": "auto" if size is None else f"{size[0]}x{size[1]}",
         "max_new_tokens": 1 if task == RATIO_TASK else wish.max_new_tokens,
@@ -163,4 +165,4 @@ def _write(
             "Raise max_new_tokens for the whole text."
         )
     note = " ".join(text for text in notes if text)
-    return TextOutcome(result["cot_text"] or "", result["recaption"] or "", *drawn, note)
+    return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note)

@@ -127,8 +127,9 @@ def encode_references(context: OperationContext, args: dict[str, Any], tensors: 
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
-    temperature, top_k, top_p, repetition_penalty, references (keys) -> the fields of TextResult plus height and width (null without a picture). A text that the token limit cut comes with its tags
-    closed and ``truncated`` set; if it was cut before its size token, one more greedy pass chooses the size."""
+    temperature, top_k, top_p, repetition_penalty, references (keys) -> the fields of TextResult plus height and width (null without a picture).
+    A text that the token limit cut comes with its tags closed and ``truncated`` set; if it was cut before its size token, one more greedy pass
+    chooses the size."""
     engine = _engine(context, args)
     features, cond_images = engine.references.get(args.get("references", ()))
     sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
@@ -161,7 +162,7 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w],
-    one per row -> velocity [n, C, h, w]."""
+    one per row -> velocity [n, C, h, w]; prefix_tokens of the first row and reused_tokens of them."""
     engine = _engine(context, args)
     context.section.start_phase("denoise")
     latents = tensors["latents"]
@@ -169,11 +170,21 @@ def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -
         DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)
         for i, item in enumerate(args["rows"])
     ]
+    saved = _prefix_saving(context, engine, rows[0]) if rows else {}
     after = args.get("sigma_next")
     step = StepInputs(
         timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
     )
-    return {}, {"velocity": engine.velocity(rows, latents, step)}
+    return saved, {"velocity": engine.velocity(rows, latents, step)}
+
+
+def _prefix_saving(context: OperationContext, engine: Engine, row: DenoiseRow) -> dict[str, Any]:
+    """How much of the conditional row's prefix is not computed again; the user is told when text generation left it."""
+    total, known = row.row.prefix_length, engine.prefixes.known_tokens(row.row, row.features)
+    if 0 < known < total:
+        text = f"{known} of {total} prompt tokens reused from the model's text, {total - known} computed"
+        context.section.report({"kind": "prefix", "text": text})
+    return {"prefix_tokens": total, "reused_tokens": known}
 
 
 def _fp32(sigma: float) -> float:
@@ -184,7 +195,7 @@ def _fp32(sigma: float) -> float:
 @register(f"{MODEL}.sample")
 def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds,
-    references (keys) -> latents [b, C, h, w], unscaled."""
+    references (keys) -> latents [b, C, h, w], unscaled; prefix_tokens of the conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     uncond = None if args["uncond"] is None else TokenRow.from_json(args["uncond"])
     rows = ImageRows(TokenRow.from_json(args["cond"]), uncond, args["height"], args["width"], args["ratio_index"])
@@ -197,12 +208,13 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
         features=engine.references.get(args.get("references", ()))[0],
     )
     context.section.start_phase("denoise")
+    saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features))
 
     def show(index: int, step: Any) -> None:
         context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": step.latent_in.cpu()})
 
     latent = engine.sample(request, check=context.section.check, trace=show)
-    return {}, {"latents": engine.unscale(latent)}
+    return saved, {"latents": engine.unscale(latent)}
 
 
 @register(f"{MODEL}.vae_decode")

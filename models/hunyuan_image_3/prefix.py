@@ -65,7 +65,7 @@ class PrefixStore:
 
     def prepare(self, row: TokenRow, features: Sequence[ReferenceFeatures], branches: frozenset[int]) -> PrefixRecord:
         """The prefix of ``row`` for the guidance branches that need it; computed unless it is kept."""
-        key = row.digest() + "".join(f.digest for f in features)
+        key = _key(row, features)
         record = self._rows.get(key)
         if record is None or not branches <= record.branches:
             record = self._compute(row, features, branches)
@@ -74,6 +74,24 @@ class PrefixStore:
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
         return record
+
+    def known_tokens(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> int:
+        """How many tokens of the row's prefix need no computing now: all of a kept prefix, or those that text generation has left."""
+        if _key(row, features) in self._rows:
+            return row.prefix_length
+        text = self._usable_text(row, features)
+        return 0 if text is None else len(text.tokens)
+
+    def _usable_text(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> TextRecord | None:
+        text = self._text
+        usable = (
+            self.reuse_text
+            and text is not None
+            and len(text.tokens) <= row.prefix_length
+            and row.tokens[: len(text.tokens)] == text.tokens
+            and tuple(f.digest for f in features) == text.features
+        )
+        return text if usable else None
 
     def _compute(self, row: TokenRow, features: Sequence[ReferenceFeatures], branches: frozenset[int]) -> PrefixRecord:
         model, prefix = self._model, row.prefix_length
@@ -90,15 +108,8 @@ class PrefixStore:
         Text is reused only when the row starts with exactly its tokens and pictures. The first row goes on in the text's own
         cache; a later one copies it, since the first row has written its picture behind the shared part.
         """
-        text, capacity = self._text, row.gen.image[1]
-        usable = (
-            self.reuse_text
-            and text is not None
-            and len(text.tokens) <= row.prefix_length
-            and row.tokens[: len(text.tokens)] == text.tokens
-            and tuple(f.digest for f in features) == text.features
-        )
-        if not usable:
+        text, capacity = self._usable_text(row, features), row.gen.image[1]
+        if text is None:
             return self._model.new_cache(capacity, "prefill"), 0
         length = len(text.tokens)
         if not text.adopted and text.cache.capacity >= capacity:
@@ -128,3 +139,7 @@ class PrefixStore:
         if whole is not None:
             whole.length = prefix
         return whole
+
+
+def _key(row: TokenRow, features: Sequence[ReferenceFeatures]) -> str:
+    return row.digest() + "".join(f.digest for f in features)

@@ -19,8 +19,11 @@ from .reference_images import encoder_input, posterior_sample, vae_pixels, vit_p
 from .resolution import ResolutionTable
 from .sequence import CondImage
 
-
 _BLOCK = 16
+
+
+class ReferenceNotKept(RuntimeError):
+    """An operation names a picture that this rank does not hold."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,13 @@ class ReferenceStore:
         """Features and sizes of kept pictures.
 
         Raises:
-            KeyError: a picture is not kept any more; encode it again first.
+            ReferenceNotKept: a picture was encoded by another engine or too long ago; encode it again first.
         """
         for key in keys:
+            if key not in self._kept:
+                raise ReferenceNotKept(
+                    "a reference picture is no longer kept on the ranks (the model was loaded again meanwhile); queue the prompt again"
+                )
             self._kept.move_to_end(key)
         found = [self._kept[key] for key in keys]
         return tuple(features for features, _ in found), tuple(image for _, image in found)
