@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..models.hunyuan_image_3.operations import text_request
+from ..models.hunyuan_image_3.text_generation import prefill_row
 from . import inputs
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
@@ -65,7 +67,6 @@ class HunyuanImage3Ask:
             raise ValueError(f"{engine.name} is a base checkpoint, which answers no questions; load an Instruct checkpoint.")
         references = prepare_references(engine, (image1, image2, image3), seed=reference_seed)
         report = NodeProgress(unique_id)
-        references.encode(node_id=unique_id, report=report)
         sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
         args = {
             "prompt": question,
@@ -78,6 +79,8 @@ class HunyuanImage3Ask:
             "references": list(references.keys),
             **sampling.resolve(engine),
         }
+        prefill_row(engine.tokenizer, engine.config, text_request(args), references.cond_images)  # refused here if it is too long
+        references.encode(node_id=unique_id, report=report)
         result, _ = engine.call("generate_text", args, {}, node_id=unique_id, report=report)
         answer = result["answer"]
         shown = answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..models.hunyuan_image_3.loading import resolve_plan
+from ..models.hunyuan_image_3.loading import DEVICE_HEADROOM, resolve_plan
 from ..parallel.cluster import Cluster
 from ..parallel.plan import ParallelPlan
 
@@ -26,7 +26,7 @@ def choose(cluster: Cluster, *, folder: str, **choices: str) -> tuple[ParallelPl
 def free_bytes_per_rank(cluster: Cluster) -> int:
     """Bytes the fullest rank could give to weights.
 
-    What a rank's own torch holds counts as free: it is a resident engine, which another one replaces, and the
+    What the loader keeps free beside the weights is taken off, so that a chosen plan also loads. What a rank's own torch holds counts as free: it is a resident engine, which another one replaces, and the
     same
     choice must come out the same when a graph runs again.
     """
@@ -35,7 +35,7 @@ def free_bytes_per_rank(cluster: Cluster) -> int:
     free, _ = torch.cuda.mem_get_info(cluster.device)
     own = free + torch.cuda.memory_reserved(cluster.device)
     others = [_device_bytes(record) for record in cluster.records() if record is not None]
-    return min([own, *(value for value in others if value is not None)])
+    return min([own, *(value for value in others if value is not None)]) - DEVICE_HEADROOM
 
 
 def _device_bytes(record: dict[str, Any]) -> int | None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.hunyuan_image_3.operations import text_request
+from ..models.hunyuan_image_3.text_generation import prefill_row
 from . import size_choices
 from .engine_handle import EngineHandle
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
@@ -144,7 +146,6 @@ def _write(
     node_id: str | None,
     report: Callable[[dict[str, Any]], None] | None,
 ) -> TextOutcome:
-    references.encode(node_id=node_id, report=report)
     args = {
         "prompt": wish.prompt,
         "system_prompt": system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, task),
@@ -156,6 +157,8 @@ def _write(
         "references": list(references.keys),
         **wish.sampling.resolve(engine),
     }
+    prefill_row(engine.tokenizer, engine.config, text_request(args), references.cond_images)  # a row that is too long is refused here
+    references.encode(node_id=node_id, report=report)
     result, _ = engine.call("generate_text", args, {}, node_id=node_id, report=report)
     drawn = (int(result["height"]), int(result["width"]))
     notes = [size_note(size, drawn)]

@@ -124,6 +124,20 @@ def encode_references(context: OperationContext, args: dict[str, Any], tensors: 
     return {"keys": list(engine.references.encode(prepared, args["seed"]))}, {}
 
 
+def text_request(args: dict[str, Any]) -> TextRequest:
+    """The request that the arguments of ``generate_text`` describe."""
+    sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
+    return TextRequest(
+        prompt=args["prompt"],
+        system_prompt=args["system_prompt"],
+        cot_text=args["cot_text"],
+        task=args["task"],
+        need_ratio=args["image_size"] == "auto",
+        max_new_tokens=args["max_new_tokens"],
+        sampling=sampling,
+    )
+
+
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
@@ -132,17 +146,8 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
     chooses the size."""
     engine = _engine(context, args)
     features, cond_images = engine.references.get(args.get("references", ()))
-    sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
-    auto = args["image_size"] == "auto"
-    request = TextRequest(
-        prompt=args["prompt"],
-        system_prompt=args["system_prompt"],
-        cot_text=args["cot_text"],
-        task=args["task"],
-        need_ratio=auto,
-        max_new_tokens=args["max_new_tokens"],
-        sampling=sampling,
-    )
+    request = text_request(args)
+    auto = request.need_ratio
     context.section.start_phase("AR", "token")
     pictures = {"features": features, "cond_images": cond_images, "check": context.section.check}
     result = engine.generate_text(request, report=context.section.report, **pictures)

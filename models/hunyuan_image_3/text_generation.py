@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .prefix import PrefixStore
 from .resolution import ResolutionTable
@@ -69,6 +70,22 @@ class TextResult:
     decode_seconds: float
 
 
+def prefill_row(
+    tokenizer: HunyuanTokenizer, config: HunyuanImage3Config, request: TextRequest, cond_images: Sequence[CondImage] = ()
+) -> TokenRow:
+    """The row that a request starts from; raises SequenceError when it is too long, so that rank 0 can ask before any collective."""
+    opening = {"think_recaption": "think", "image": "img_ratio"}.get(request.task, request.task)
+    return build_text_row(
+        tokenizer,
+        config,
+        prompt=request.prompt,
+        system_prompt=request.system_prompt,
+        cot_text=request.cot_text,
+        cond_images=tuple(cond_images),
+        task=opening,
+    )
+
+
 class TextGenerator:
     """Runs text requests against one model and leaves their K/V in ``prefixes``."""
 
@@ -77,19 +94,6 @@ class TextGenerator:
         self._tokenizer = tokenizer
         self._table = table
         self._prefixes = prefixes
-
-    def row(self, request: TextRequest, cond_images: Sequence[CondImage]) -> TokenRow:
-        """The prefill row; raises SequenceError when it is too long."""
-        opening = {"think_recaption": "think", "image": "img_ratio"}.get(request.task, request.task)
-        return build_text_row(
-            self._tokenizer,
-            self._model.config,
-            prompt=request.prompt,
-            system_prompt=request.system_prompt,
-            cot_text=request.cot_text,
-            cond_images=tuple(cond_images),
-            task=opening,
-        )
 
     def generate(
         self,
@@ -103,7 +107,7 @@ class TextGenerator:
     ) -> TextResult:
         """``trace`` sees the raw logits ``[vocab]`` that lead to each token, before any rule."""
         rules = StageRules(self._tokenizer, self._model.config, request.task, need_ratio=request.need_ratio)
-        row = self.row(request, cond_images)
+        row = prefill_row(self._tokenizer, self._model.config, request, cond_images)
         limit = self._token_limit(request, len(row))
         sampling = request.sampling
         generator = torch.Generator().manual_seed(sampling.seed)
