@@ -17,6 +17,7 @@ from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .reference_images import encoder_input, posterior_sample, vae_pixels, vit_patches
 from .resolution import ResolutionTable
+from .seeds import seeded_generator
 from .sequence import CondImage
 
 _BLOCK = 16
@@ -134,7 +135,7 @@ def draw_noise(
 
     One CPU generator, so that every rank and every device draws the same numbers (spec 4.6). Shapes ``[1, C, h, w]``; results fp32.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded_generator(seed)
     posterior = [torch.randn(shape, generator=generator) for shape in reference_shapes]
     return posterior, _bf16_normal(latent_shape, generator).float()
 

@@ -16,6 +16,7 @@ from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .prefix import PrefixStore
 from .resolution import ResolutionTable
+from .seeds import seeded_generator
 from .sequence import CondImage, build_text_row
 from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens, sample_token
 from .token_row import TokenRow
@@ -110,7 +111,7 @@ class TextGenerator:
         row = prefill_row(self._tokenizer, self._model.config, request, cond_images)
         limit = self._token_limit(request, len(row))
         sampling = request.sampling
-        generator = torch.Generator().manual_seed(sampling.seed)
+        generator = seeded_generator(sampling.seed)
         cache = self._model.new_cache(len(row) + limit + self._picture_room(), "prefill")
         check(0, limit)
         began = time.perf_counter()
