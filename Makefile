@@ -8,7 +8,7 @@ DEVICE ?= cpu
 .PHONY: setup test demo clean
 
 setup:
-	@$(PYTHON) launch/setup_env.py --device $(DEVICE)
+	@$(PYTHON) launch/setup_env.py --device $(DEVICE) $(if $(filter file,$(origin PYTHON)),--any-python)
 
 test: setup
 	DEVICE=$(DEVICE) .venv/bin/python -m pytest

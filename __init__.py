@@ -1,8 +1,7 @@
 """ComfyUI-PhaseParallel: several ComfyUI processes, one GPU each, make one image together.
 
 This file is what ComfyUI imports. The command line and the tests import the same folder as the package
-`phase_parallel`; there no
-ComfyUI is around, and nothing is registered.
+`phase_parallel`; there no ComfyUI is around, and nothing is registered.
 """
 
 import sys

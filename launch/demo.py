@@ -130,7 +130,6 @@ async def run_prompt(url: str, graph: Graph, progress: DemoProgress) -> dict[str
         finally:
             watching.cancel()
     progress.look(await asyncio.to_thread(get_json, url + STATUS_ROUTE))
-    progress.close()
     # The history entry is written a moment after the last message.
     for _ in range(50):
         history = await asyncio.to_thread(get_json, f"{url}/history/{prompt_id}")

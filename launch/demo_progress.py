@@ -40,7 +40,7 @@ class DemoProgress:
             return
         report = {**report, "phase": FOLDED.get(report["phase"], report["phase"])}
         if self._at_work is not None and report["phase"] != self._at_work["phase"]:
-            self._finish()
+            self._finish(report)
         if report["phase_seconds"] != self._last_section:
             self._last_section = report["phase_seconds"]
             self._add_section(report)
@@ -48,9 +48,6 @@ class DemoProgress:
             self._at_work = report
             if self._live:
                 self._write("\r", _line(report), "")
-
-    def close(self) -> None:
-        self._finish()
 
     def _add_section(self, report: Report) -> None:
         for name, seconds in report["phase_seconds"].items():
@@ -62,13 +59,20 @@ class DemoProgress:
                 self._finished.add(phase)
                 self._write("", f"{phase:<12} {self.seconds[phase]:.2f} s{_speed(phase, report)}", "\n")
 
-    def _finish(self) -> None:
+    def _finish(self, after: Report) -> None:
         """A phase that has given way to another one has done all of its steps."""
-        if self._at_work is None:
-            return
-        report, self._at_work = self._at_work, None
+        assert self._at_work is not None
+        # The speed of a phase stays in later reports; its count does not.
+        speeds = {name: after[name] for name in ("tokens_per_s", "s_per_step")}
+        report = {**self._at_work, **speeds, "done": self._at_work["total"]}
+        self._at_work = None
         self._finished.add(report["phase"])
-        self._write("\r" if self._live else "", _line({**report, "done": report["total"]}), "\n")
+        line = (
+            _line(report)
+            if report["total"]
+            else f"{report['phase']:<12} done{_speed(report['phase'], report)}"
+        )
+        self._write("\r" if self._live else "", line, "\n")
         self._width = 0
 
     def _write(self, before: str, line: str, after: str) -> None:

@@ -32,14 +32,15 @@ class SetupError(RuntimeError):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--any-python", action="store_true", help="keep an environment of another Python")
+    options = parser.parse_args()
     try:
         if sys.version_info < OLDEST_PYTHON:
             raise SetupError(
                 f"Python {sys.version.split()[0]} is too old; choose 3.11 or newer, "
                 "as in `make test PYTHON=python3.12`."
             )
-        set_up(reuse_torch=device == "cuda" and torch_version() is not None)
+        set_up(device=options.device, any_python=options.any_python)
         # In the new environment: find or obtain a ComfyUI, and install what that very version asks for.
         return subprocess.run(
             [PYTHON, "-m", "phase_parallel.launch.install_host"], cwd=ROOT, check=False
@@ -56,32 +57,40 @@ def torch_version() -> str | None:
     return importlib.metadata.version("torch")
 
 
-def set_up(*, reuse_torch: bool) -> None:
+def set_up(*, device: str, any_python: bool) -> None:
     """Bring .venv to what the requirement files say.
 
-    reuse_torch: on a machine with GPUs the installed torch fits its driver and the one from PyPI may not, so
+    On a machine with GPUs the installed torch fits its driver and the one from PyPI may not. So for cuda
     .venv is made to see the invoking Python's packages, and no second torch is installed.
+    any_python: an environment that another Python made (an earlier `make test PYTHON=...`) will do.
     """
-    base = {
-        "python": sys.version,
-        "made_by": sys.executable,
-        "checkout": str(ROOT),
-        "reuse_torch": reuse_torch,
-    }
-    wanted = {**base, "requirements": requirements_digest()}
-    present = json.loads(STAMP.read_text()) if STAMP.is_file() else {}
-    if present == wanted:
-        return
-    if any(present.get(key) != value for key, value in base.items()):
+    present = json.loads(STAMP.read_text()) if STAMP.is_file() and can_run() else {}
+    reuse_torch = present.get("reuse_torch", False) or (device == "cuda" and torch_version() is not None)
+    base = {"checkout": str(ROOT), "reuse_torch": reuse_torch}
+    maker = {"python": list(sys.version_info[:2]), "made_by": sys.executable}
+    needed = base if any_python else base | maker
+    requirements = requirements_digest()
+    if any(present.get(key) != value for key, value in needed.items()):
         make_environment(reuse_torch)
+        present = base | maker
+    elif present["requirements"] == requirements:
+        return
     print(
-        "Installing into .venv what tests and demo need (the first time about 6 GB and some minutes) ...",
+        "Installing into .venv what tests and demo need (6 GB and some minutes the first time) ...",
         flush=True,
     )
     install_torch(reuse_torch)
     pip("-r", "requirements-host.txt", "-r", "requirements-dev.txt")
     pip("--no-deps", "--editable", str(ROOT))
-    STAMP.write_text(json.dumps(wanted))
+    STAMP.write_text(json.dumps(present | {"requirements": requirements}))
+
+
+def can_run() -> bool:
+    """False when the Python that .venv was made from has gone."""
+    try:
+        return subprocess.run([PYTHON, "-c", ""], check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def requirements_digest() -> str:

@@ -8,10 +8,10 @@ here.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from ..parallel.environment import MODEL_DIRS
+from . import host_compat
 
 FOLDER_TYPE = "hunyuan_image_3"
 REQUIRED_FILES = ("config.json", "model.safetensors.index.json")
@@ -19,24 +19,10 @@ SEARCH_DEPTH = 2
 NOTHING_FOUND = f"no checkpoint in models/{FOLDER_TYPE}"
 
 
-def register_folder_type() -> None:
-    """Add the folder type, keeping what extra_model_paths.yaml may have added before this pack was
-    imported.
-    """
-    import folder_paths
-
-    default = os.path.join(folder_paths.models_dir, FOLDER_TYPE)
-    paths = folder_paths.folder_names_and_paths.get(FOLDER_TYPE, ([], set()))[0]
-    if default not in paths:
-        paths.append(default)
-    folder_paths.folder_names_and_paths[FOLDER_TYPE] = (paths, {"folder"})
-
-
 def search_paths() -> list[Path]:
-    """The launcher's folders first, then ComfyUI's (none in a process without one, such as a test)."""
+    """The launcher's folders first, then ComfyUI's."""
     named = [part for part in os.environ.get(MODEL_DIRS, "").split(os.pathsep) if part]
-    host = sys.modules.get("folder_paths")
-    return [Path(path) for path in named + (host.get_folder_paths(FOLDER_TYPE) if host else [])]
+    return [Path(path) for path in named + host_compat.model_folders(FOLDER_TYPE)]
 
 
 def find_checkpoints(paths: list[Path]) -> dict[str, Path]:

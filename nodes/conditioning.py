@@ -2,10 +2,9 @@
 may cast.
 
 ComfyUI casts conditioning tensors to the model's dtype; in bfloat16 different token ids above 256 become
-equal. The row therefore rides
-in the conditioning's dictionary, and the tensor beside it is only a marker: if it is not the very tensor we
-made, another node
-has changed the conditioning, and the row no longer says what that node meant.
+equal. The row therefore rides in the conditioning's dictionary, and the tensor beside it is only a marker: if
+it is not the very tensor we made, another node has changed the conditioning, and the row no longer says what
+that node meant.
 """
 
 from __future__ import annotations

@@ -37,12 +37,14 @@ class DenoiseCall(torch.nn.Module):
         """Velocity of every row.
 
         x: [n, C, h, w] fp32, scaled latents (n = branches x batch). timestep: [n] fp32, 1000 x sigma, one
-        value.
-        row_handle: [n, 1] int64. Returns [n, C, h, w] fp32. Raises ValueError for a batch this network cannot
-        run.
+        value; the sampler's own sigmas are preferred where the host passes them, since a node may have given
+        the timestep another factor. row_handle: [n, 1] int64. Returns [n, C, h, w] fp32.
+
+        Raises ValueError for a batch this network cannot run.
         """
         rows = [self._row(handle) for handle in row_handle.flatten().tolist()]
-        sigma = _one_sigma(timestep)
+        options = transformer_options or {}
+        sigma = _one_sigma(options["sigmas"] if "sigmas" in options else timestep / 1000.0)
         guidance = {row.guidance for row in rows}
         if len(guidance) > 1:
             raise ValueError(
@@ -51,7 +53,7 @@ class DenoiseCall(torch.nn.Module):
         args = {
             "rows": [_row_arguments(row) for row in rows],
             "sigma": sigma,
-            "sigma_next": next_sigma((transformer_options or {}).get("sample_sigmas"), sigma),
+            "sigma_next": next_sigma(options.get("sample_sigmas"), sigma),
             "guidance": guidance.pop(),
         }
         node_id = host_compat.running_node_id()
@@ -84,15 +86,15 @@ def _row_arguments(row: RowConditioning) -> dict[str, Any]:
     return {"kind": row.kind, "row": row.row.to_json(), "references": list(keys)}
 
 
-def _one_sigma(timestep: torch.Tensor) -> float:
-    """timestep: [n], 1000 x sigma. One engine call has one noise level."""
-    values = set(timestep.flatten().tolist())
+def _one_sigma(sigmas: torch.Tensor) -> float:
+    """sigmas: [n]. One engine call has one noise level."""
+    values = set(sigmas.flatten().tolist())
     if len(values) != 1:
         raise ValueError(
             "This sampler asks for several noise levels in one step, which HunyuanImage-3.0 cannot do; "
             "choose another sampler such as euler."
         )
-    return values.pop() / 1000.0
+    return values.pop()
 
 
 def next_sigma(schedule: torch.Tensor | None, sigma: float) -> float | None:

@@ -1,9 +1,8 @@
 """One checkpoint as the nodes see it: what MODEL, CLIP and VAE sockets share.
 
 The handle owns no weights. It says which engine an operation needs (a rank that lost its engine loads it
-again), keeps
-what rank 0 needs for words and sizes, and sends every operation through the driver, which runs it on all
-ranks.
+again), keeps what rank 0 needs for words and sizes, and sends every operation through the driver, which runs
+it on all ranks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 ranks.
 
 Only rank 0 executes the graph, so whatever the sampler decides (batching, order, number of calls) is decided
-once and sent with the call.
-Imported only where `host_compat.has_flow_sampling()` is true.
+once and sent with the call. Imported only where `host_compat.has_flow_sampling()` is true.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
 import comfy.model_patcher
+import comfy.model_sampling
 import comfy.patcher_extension
 import comfy.supported_models_base
 import torch
@@ -107,29 +107,52 @@ class EnginePatcher(comfy.model_patcher.ModelPatcher):
         )
 
 
-def check_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Wraps a whole sampling run: every refusal happens here, before memory is spent and before any rank is
-    called.
-    """
+def check_sampling(
+    executor: Any,
+    noise: torch.Tensor,
+    latent_image: torch.Tensor,
+    sampler: Any,
+    sigmas: torch.Tensor,
+    denoise_mask: torch.Tensor | None = None,
+    callback: Any = None,
+    disable_pbar: bool = False,
+    seed: int | None = None,
+    **newer: Any,
+) -> Any:
+    """Wraps a whole sampling run: every refusal comes here, before memory is spent or a rank is called."""
     guider = executor.class_obj
-    model = guider.model_patcher.model
+    patcher = guider.model_patcher
+    _check_patches(patcher)
     branches: dict[str, list[RowConditioning]] = {}
     for where, conds in guider.conds.items():
-        rows = [find_row(cond, where=where) for cond in conds]
-        for row in rows:
-            check_branch(row, model.engine, where=where)
+        branches[where] = [find_row(cond, where=where) for cond in conds]
+        for row in branches[where]:
+            check_branch(row, patcher.model.engine, where=where)
             check_latent(tuple(noise.shape), row)
-        branches[where] = rows
-    check_pair(branches.get("positive", []), branches.get("negative", []))
-    for rows in branches.values():
-        for row in rows:
-            if row.references is not None:
-                row.references.encode(node_id=host_compat.running_node_id())
-    seed = kwargs.get("seed", args[-1] if args else None)
-    for row in branches.get("positive", [])[:1]:
-        info = {**row.summary, "seed": seed if isinstance(seed, int) else None}
-        host_compat.annotate(info, host_compat.running_node_id())
-    return executor(noise, *args, **kwargs)
+    positive = branches.get("positive", [])
+    check_pair(positive, branches.get("negative", []))
+    for references in {id(row.references): row.references for rows in branches.values() for row in rows}.values():
+        if references is not None:
+            references.encode(node_id=host_compat.running_node_id())
+    if positive:
+        drawn = {"seed": seed, "steps": len(sigmas) - 1, "cfg": getattr(guider, "cfg", None)}
+        host_compat.annotate({**positive[0].summary, **drawn}, host_compat.running_node_id())
+    return executor(noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **newer)
+
+
+def _check_patches(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Raises ValueError for patches that the ranks would not see; ignored, they would draw wrongly."""
+    options = patcher.model_options.get("transformer_options", {})
+    if options.get("patches") or options.get("patches_replace"):
+        raise ValueError(
+            "A node between the loader and the sampler patches the model's attention or blocks, which "
+            "HunyuanImage-3.0 does not have in this process; remove that node."
+        )
+    if not isinstance(patcher.get_model_object("model_sampling"), comfy.model_sampling.CONST):
+        raise ValueError(
+            "A node between the loader and the sampler sets a kind of sampling that is not flow matching; "
+            "use ModelSamplingSD3 to change the shift, or remove that node."
+        )
 
 
 def build_flow_model(engine: EngineHandle) -> EnginePatcher:

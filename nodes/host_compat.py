@@ -1,13 +1,13 @@
 """Every difference between the ComfyUI versions this pack runs in, and the only place that knows one.
 
 Tested hosts: March 2024 (no flow sampling, no execution context, no progress text), 0.3.64 and 0.26. A
-capability is looked for, never
-a version number. Functions that need a running server answer with None outside of one, so the nodes can be
-called from tests.
+capability is looked for, never a version number. Functions that need a running server answer with None
+outside of one, so the nodes can be called from tests.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +30,25 @@ def has_flow_sampling() -> bool:
     except ImportError:
         return False
     return hasattr(comfy.model_base.ModelType, "FLOW") and hasattr(comfy.patcher_extension, "WrappersMP")
+
+
+def add_model_folder_type(name: str) -> None:
+    """Register models/<name>, keeping what extra_model_paths.yaml may have added before this pack was
+    imported.
+    """
+    import folder_paths
+
+    default = os.path.join(folder_paths.models_dir, name)
+    paths = folder_paths.folder_names_and_paths.get(name, ([], set()))[0]
+    if default not in paths:
+        paths.append(default)
+    folder_paths.folder_names_and_paths[name] = (paths, {"folder"})
+
+
+def model_folders(name: str) -> list[str]:
+    """Folders of a model type; none in a process without a ComfyUI, such as a test."""
+    host = sys.modules.get("folder_paths")
+    return host.get_folder_paths(name) if host else []
 
 
 def compute_device() -> torch.device:

@@ -23,8 +23,7 @@ def picture_rows(
     width: int,
     references: References | None = None,
 ) -> ImageRows:
-    """Token rows of the nearest table size. Raises SequenceError when they are longer than the model
-    allows.
+    """Token rows of the nearest table size. Raises SequenceError when they are too long.
 
     Checkpoints with ``drop_think`` leave the thinking out of the picture's row, and give the model the
     instruction of a recaption where it had one for thinking.

@@ -1,6 +1,4 @@
-"""Widgets that several nodes share, each with its tooltip, so that one question has one wording
-everywhere.
-"""
+"""Widgets that several nodes share, each with its tooltip: one question has one wording everywhere."""
 
 from __future__ import annotations
 
@@ -195,6 +193,13 @@ def sampling() -> dict[str, Widget]:
                 "tooltip": "Higher is more varied text. 0: the checkpoint's own value.",
             },
         ),
+        **_truncation(),
+    }
+
+
+def _truncation() -> dict[str, Widget]:
+    """Which tokens may be drawn at all."""
+    return {
         "top_k": (
             "INT",
             {

@@ -1,8 +1,7 @@
 """Live pictures from latents: a linear map from latent channels to colours, fitted once to the loaded VAE.
 
 No published factors exist for this latent space and small test checkpoints have other channel counts, so the
-map is computed: one picture of
-known colours is encoded, and the colours are regressed on the latents.
+map is computed: one picture of known colours is encoded, and the colours are regressed on the latents.
 """
 
 from __future__ import annotations

@@ -64,46 +64,7 @@ class HunyuanImage3Loader:
                     },
                 ),
             },
-            "optional": {
-                "denoise": (
-                    [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
-                    {
-                        "default": AUTO,
-                        "advanced": True,
-                        "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
-                        "takes one branch of guidance "
-                        "('cfg'), or both ('cfg_sp').",
-                    },
-                ),
-                "attention": (
-                    [AUTO, *ATTENTION_KINDS],
-                    {
-                        "default": AUTO,
-                        "advanced": True,
-                        "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
-                        "('ulysses') or by gathering keys and "
-                        "values ('kv_gather'). Same picture.",
-                    },
-                ),
-                "moe_layout": (
-                    list(MOE_LAYOUTS),
-                    {
-                        "default": MOE_LAYOUTS[0],
-                        "advanced": True,
-                        "tooltip": "Order of the expert weights in memory; for speed comparisons. Same "
-                        "picture.",
-                    },
-                ),
-                "moe_path": (
-                    list(MOE_PATHS),
-                    {
-                        "default": MOE_PATHS[0],
-                        "advanced": True,
-                        "tooltip": "How the experts' two halves are computed; for speed comparisons. Same "
-                        "picture.",
-                    },
-                ),
-            },
+            "optional": _expert_inputs(),
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
@@ -150,6 +111,48 @@ def sampler_hint(engine: EngineHandle) -> str:
             f"({own.diff_guidance_scale:g}) is set with HunyuanImage-3.0 Guidance"
         )
     return f"sample with {own.diff_infer_steps} steps and cfg {own.diff_guidance_scale:g}"
+
+
+def _expert_inputs() -> dict[str, inputs.Widget]:
+    """Choices for people who measure; none changes the picture."""
+    return {
+        "denoise": (
+            [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
+            {
+                "default": AUTO,
+                "advanced": True,
+                "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
+                "takes one branch of guidance "
+                "('cfg'), or both ('cfg_sp').",
+            },
+        ),
+        "attention": (
+            [AUTO, *ATTENTION_KINDS],
+            {
+                "default": AUTO,
+                "advanced": True,
+                "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
+                "('ulysses') or by gathering keys and "
+                "values ('kv_gather'). Same picture.",
+            },
+        ),
+        "moe_layout": (
+            list(MOE_LAYOUTS),
+            {
+                "default": MOE_LAYOUTS[0],
+                "advanced": True,
+                "tooltip": "Order of the expert weights in memory; for speed comparisons. Same picture.",
+            },
+        ),
+        "moe_path": (
+            list(MOE_PATHS),
+            {
+                "default": MOE_PATHS[0],
+                "advanced": True,
+                "tooltip": "How the experts' two halves are computed; for speed comparisons. Same picture.",
+            },
+        ),
+    }
 
 
 def _preview(engine: EngineHandle, vae: HunyuanVae) -> PreviewFactors:

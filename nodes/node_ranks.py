@@ -1,6 +1,4 @@
-"""Ranks: what every process of the launch is doing, and the two things a user may want to do to all of
-them.
-"""
+"""Ranks: what every process of the launch is doing, and the two things a user may do to all of them."""
 
 from __future__ import annotations
 

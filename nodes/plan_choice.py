@@ -1,6 +1,4 @@
-"""Rank 0's answer to the loader's "auto": which plan fits the ranks that are running and the memory they
-have.
-"""
+"""Rank 0's answer to the loader's "auto": which plan fits the running ranks and the memory they have."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def choose(cluster: Cluster, *, folder: str, **choices: str) -> tuple[ParallelPl
 def free_bytes_per_rank(cluster: Cluster) -> int:
     """Bytes the fullest rank could give to weights.
 
-    What the loader keeps free beside the weights is taken off, so that a chosen plan also loads. What a rank's own torch holds counts as free: it is a resident engine, which another one replaces, and the
-    same
+    What the loader keeps free beside the weights is taken off, so that a chosen plan also loads. What a
+    rank's own torch holds counts as free: it is a resident engine, which another one replaces, and the same
     choice must come out the same when a graph runs again.
     """
     if cluster.device.type != "cuda":

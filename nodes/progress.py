@@ -1,6 +1,4 @@
-"""From an engine's reports to what the user sees on the node: a progress bar, a line of text, a live
-picture.
-"""
+"""From an engine's reports to what the user sees on the node: a bar, a line of text, a live picture."""
 
 from __future__ import annotations
 
@@ -14,10 +12,9 @@ class NodeProgress:
     """Receives the events of a section on rank 0.
 
     An event is a dictionary with `kind`, `done` and `total`, and where it applies `text` (what the model has
-    written so far) and `latents`
-    ([n, C, h, w], scaled). Unknown fields are left alone, since an engine may say more than a node shows.
-    ComfyUI's bar raises when
-    the user has cancelled; the driver turns that into a stop of all ranks at their next check.
+    written so far) and `latents` ([n, C, h, w], scaled). Unknown fields are left alone, since an engine may
+    say more than a node shows. ComfyUI's bar raises when the user has cancelled; the driver turns that into a
+    stop of all ranks at their next check.
     """
 
     def __init__(self, node_id: str | None, preview: PreviewFactors | None = None) -> None:

@@ -45,7 +45,7 @@ def register_with_host() -> None:
     """The folder type and the routes; called once, while ComfyUI imports the pack and its server has not
     started yet.
     """
-    checkpoint_folders.register_folder_type()
+    host_compat.add_model_folder_type(checkpoint_folders.FOLDER_TYPE)
     server = host_compat.prompt_server()
     if server is not None:
         guard.install(server, LaunchEnvironment.from_environ(os.environ))

@@ -47,9 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TextWish:
-    """The widgets of the text stage. `images` are ComfyUI IMAGEs in order, None where nothing is
-    connected.
-    """
+    """The widgets of the text stage. `images` are IMAGEs in order, None where nothing is connected."""
 
     prompt: str
     task: str

@@ -35,10 +35,20 @@ class Ledger:
         entry = f"{phase} {role} {site} {'x'.join(map(str, shape))} {dtype}"
         if order:
             entry += " order " + ",".join(map(str, order))
+        self._append(entry)
+        self.counts[role] += 1
+
+    def note(self, phase: str, what: str) -> None:
+        """What all ranks must have in common although nobody sends it, such as the tokens that each rank looks up by itself.
+
+        A sum over ranks with other tokens is wrong and yet equal on all of them, so no later comparison of results would show it.
+        """
+        self._append(f"{phase} takes {what}")
+
+    def _append(self, entry: str) -> None:
         self._hash.update(entry.encode() + b"\n")
         self._tail.append(entry)
         self._length += 1
-        self.counts[role] += 1
 
     def digest(self) -> tuple[int, int]:
         """Two signed 64-bit halves, ready for an int64 gather."""

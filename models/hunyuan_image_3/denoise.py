@@ -53,6 +53,10 @@ class Denoiser:
         self._prefixes = prefixes
         self.cfg_mode = cfg_mode
 
+    def note(self, row: TokenRow) -> None:
+        """The next comparison of ledgers shows a rank that has another row, before a collective of another size does."""
+        self._model.comm.ledger.note("denoise", row.name())
+
     def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """``latents [b, C, h, w]`` fp32 -> velocity ``[n, C, h, w]`` fp32 in the order of ``rows``.
 
@@ -117,6 +121,8 @@ def sample(
     rows = [DenoiseRow(cond, "cond", features, b) for b in range(pictures)]
     if guided:
         rows += [DenoiseRow(uncond, "uncond", features, b) for b in range(pictures)]
+    for row in dict.fromkeys(row.row for row in rows):
+        denoiser.note(row)
     for index in range(steps):
         check(index, steps)
         sigma, after = float(sigmas[index]), float(sigmas[index + 1])

@@ -113,6 +113,8 @@ class TextGenerator:
         sampling = request.sampling
         generator = seeded_generator(sampling.seed)
         cache = self._model.new_cache(len(row) + limit + self._picture_room(), "prefill")
+        ledger = self._model.comm.ledger
+        ledger.note("prefill", row.name())
         check(0, limit)
         began = time.perf_counter()
         hidden = self._model.prefill(row, 0, len(row), cache, features)
@@ -134,6 +136,7 @@ class TextGenerator:
                 generator=generator,
             )
             tokens.append(token)
+            ledger.note("decode", f"token {token}")
             done = rules.is_stop(token) or len(tokens) == limit
             if done or len(tokens) % TOKENS_PER_CHECK == 0:
                 check(len(tokens), limit)

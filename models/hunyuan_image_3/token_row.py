@@ -112,6 +112,10 @@ class TokenRow:
         """Equal for equal rows, in every process."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
+    def name(self) -> str:
+        """For ledgers and messages: how long the row is and which one."""
+        return f"row {self.digest()[:12]} of {len(self)} tokens"
+
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -51,6 +53,7 @@ ROWS = [
     (5, 20, [(2, 5), (9, 15)], "a prefix with a picture is there already"),
     (3, 12, [(4, 12)], "a denoise block"),
     (0, 7, [(9, 15)], "the picture comes later"),
+    (0, 37, [(5, 21)], "text, picture, text, odd lengths"),
 ]
 
 
@@ -74,7 +77,7 @@ def test_picture_is_never_cut(start: int, stop: int) -> None:
 def test_clipped_runs_keep_each_row_its_keys(cuts: tuple[int, ...]) -> None:
     runs = plan_runs(0, 16, [(3, 9)])
     whole = visible(runs, 16, 16)
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         assert torch.equal(visible(clip_runs(runs, first, last), last - first, 16), whole[first:last])
 
 
@@ -104,6 +107,19 @@ def test_blocks_of_a_long_causal_run_change_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "CAUSAL_ROWS", rows)
     got = attend_eager(q, k, v, plan_runs(0, 17, [(11, 14)]))
     torch.testing.assert_close(got.double(), reference(q, k, v, dense(17, [(11, 14)])), rtol=1e-5, atol=1e-6)
+
+
+def test_run_longer_than_one_block_of_causal_rows() -> None:
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = torch.randn(3, 2 * attention.CAUSAL_ROWS + 3, 1, 4, generator=generator)
+    got = attend_eager(q, k, v, plan_runs(0, len(q), []))
+    scores = (q[:, 0].double() @ k[:, 0].double().T / 2).masked_fill(~dense(len(q), []), float("-inf"))
+    torch.testing.assert_close(got[:, 0].double(), scores.softmax(-1) @ v[:, 0].double(), rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_a_causal_run_moves_its_last_key() -> None:
+    assert clip_runs([AttentionRun(0, 6, 16, causal=True)], 1, 4) == (AttentionRun(0, 3, 14, causal=True),)
+    assert clip_runs([AttentionRun(0, 6, 16, causal=False)], 1, 4) == (AttentionRun(0, 3, 16, causal=False),)
 
 
 def test_rows_without_a_run_stay_zero() -> None:

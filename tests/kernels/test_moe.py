@@ -16,6 +16,8 @@ SHAPES = {
     "all experts for each token": (4, 8, 3, 3, 4, 2),
     "one expert a token": (9, 8, 5, 1, 4, 2),
     "more experts than copies": (2, 8, 32, 2, 4, 2),
+    "prime number of experts": (13, 24, 7, 2, 5, 2),
+    "the release's routing": (40, 32, 64, 8, 8, 2),
 }
 
 
@@ -39,9 +41,12 @@ class Weights:
         )
 
 
-def routing(tokens: int, experts: int, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def routing(tokens: int, experts: int, topk: int, pattern: str = "any") -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
+    some = max(topk, experts // 2) if pattern == "half of the experts are empty" else experts
+    ids = torch.stack([torch.randperm(some, generator=generator)[:topk] for _ in range(tokens)])
+    if pattern == "the same experts for all tokens":
+        ids = ids[:1].expand(tokens, topk).contiguous()
     weights = torch.rand(tokens, topk, generator=generator) + 0.1
     return weights / weights.sum(-1, keepdim=True), ids
 
@@ -57,12 +62,13 @@ def reference(x: torch.Tensor, w: Weights, weights: torch.Tensor, ids: torch.Ten
     return out
 
 
+@pytest.mark.parametrize("pattern", ["any", "half of the experts are empty", "the same experts for all tokens"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_layouts_and_paths_against_a_loop(shape: tuple[int, ...]) -> None:
+def test_layouts_and_paths_against_a_loop(shape: tuple[int, ...], pattern: str) -> None:
     tokens, hidden, experts, topk, width, micros = shape
     w = Weights(hidden, experts, width, micros)
     x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(9))
-    weights, ids = routing(tokens, experts, topk)
+    weights, ids = routing(tokens, experts, topk, pattern)
     wanted = reference(x, w, weights, ids)
     results = {
         "multi_micro": moe_eager(x, w.micro_major, weights, ids, path="multi_micro"),
@@ -72,7 +78,7 @@ def test_layouts_and_paths_against_a_loop(shape: tuple[int, ...]) -> None:
     }
     for name, got in results.items():
         assert got.shape == x.shape and got.dtype == x.dtype, name
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("chosen", [0, 2, 4], ids=["first", "middle", "last"])

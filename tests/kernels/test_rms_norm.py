@@ -21,6 +21,7 @@ SHAPES = [
     (5, 64),  # an odd number of rows
     (3, 7),  # an odd width
     (2, 3, 16),  # per head
+    (2, 4096),  # the release's width
     (4, 1),  # one element: the result is ±weight
 ]
 

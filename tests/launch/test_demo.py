@@ -35,16 +35,16 @@ def test_progress_shows_each_phase_once_without_a_terminal() -> None:
         report("load", 1, 2),
         report("AR", 1, 3),
         report("AR", 3, 3, tokens_per_s=2.0),
-        report("denoise", 1, 4, **after_ar),
+        report("denoise", 1, 4, tokens_per_s=2.0, **after_ar),
         report("denoise", 4, 4, s_per_step=0.5, **after_ar),
-        report("idle", phase_seconds={"denoise": 2.0}),
-        report("idle", phase_seconds={"denoise": 2.0}),
+        report("idle", s_per_step=0.5, phase_seconds={"denoise": 2.0}),
+        report("idle", s_per_step=0.5, phase_seconds={"denoise": 2.0}),
         report("idle", phase_seconds={"denoise": 1.0, "VAE decode": 0.25}),
     ):
         progress.look(status)
-    progress.close()
     lines = out.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["load", "AR", "denoise", "VAE"]
+    assert lines[0].split() == ["load", "[########################]", "2/2", "steps"]
     assert lines[1].endswith("3/3 tokens, 2.0 tokens/s") and lines[2].endswith("4/4 steps, 0.50 s/step")
     assert progress.seconds == {"AR": 1.5, "denoise": 3.0, "VAE decode": 0.25}
 
@@ -55,11 +55,18 @@ def test_a_phase_too_short_to_be_seen_gets_its_line() -> None:
     progress.look(report("sample", phase_seconds={"generate_text": 0.01, "AR": 0.04}, tokens_per_s=50.0))
     progress.look(report("denoise", 2, 4, phase_seconds={"generate_text": 0.01, "AR": 0.04}))
     progress.look(report("idle", phase_seconds={"sample": 0.5, "denoise": 1.0}))
-    progress.close()
     first, second = out.getvalue().splitlines()
     assert first.split() == ["AR", "0.05", "s,", "50.0", "tokens/s"]
     assert second.startswith("denoise") and second.endswith("4/4 steps")
     assert progress.seconds == {"AR": 0.05, "denoise": 1.5}
+
+
+def test_a_phase_whose_count_was_not_seen_is_done() -> None:
+    out = io.StringIO()
+    progress = DemoProgress(out)
+    progress.look(report("AR"))
+    progress.look(report("denoise", 1, 4, tokens_per_s=6.0, phase_seconds={"AR": 0.1}))
+    assert out.getvalue().split() == ["AR", "done,", "6.0", "tokens/s"]
 
 
 def test_the_graph_must_have_one_loader() -> None:

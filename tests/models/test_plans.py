@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine_of
 from specs import ALL_PLANS
 from thread_world import run_ranks
 
@@ -18,11 +19,6 @@ from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.plan import ParallelPlan
 
 PROMPT = "two pears on a blue table"
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, plan: ParallelPlan, comm: Communicator, *, options: LoadOptions = LoadOptions(), **settings: Any) -> Engine:
-    return Engine.load(folder, plan, comm, options, device=CPU, **settings)
 
 
 def choose_size(engine: Engine) -> TextResult:
@@ -39,7 +35,7 @@ def draw(engine: Engine, *, guidance: float = 4.0, batch: int = 1, size: tuple[i
 
 def picture(folder: Path, plan: ParallelPlan, comm: Communicator, **settings: Any) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """(latent with guidance, latent without, tokens)."""
-    engine = load(folder, plan, comm, **settings)
+    engine = engine_of(folder, plan, comm, **settings)
     text = choose_size(engine)
     return draw(engine), draw(engine, guidance=1.0, batch=2), text.tokens
 
@@ -100,7 +96,7 @@ def test_a_phase_switch_moves_nothing(layout: str, eight_ways: Path, monkeypatch
     monkeypatch.setattr(torch.distributed, "new_group", lambda *a, **k: made.append(a))
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm, options=LoadOptions(moe_layout=layout))
+        engine = engine_of(eight_ways, plan, comm, options=LoadOptions(moe_layout=layout))
         before = addresses(engine)
         views = {phase: comm.phase(phase) for phase in ("prefill", "decode", "denoise")}
         for _ in range(2):
@@ -116,7 +112,7 @@ def test_a_phase_switch_moves_nothing(layout: str, eight_ways: Path, monkeypatch
 @pytest.mark.parametrize("layout", ["micro_major", "expert_major"])
 def test_micro_views_share_storage_with_their_parents(layout: str, eight_ways: Path) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        model = load(eight_ways, plan, comm, options=LoadOptions(moe_layout=layout)).model
+        model = engine_of(eight_ways, plan, comm, options=LoadOptions(moe_layout=layout)).model
         for ar, denoise in zip(model.weights["prefill"].layers, model.weights["denoise"].layers, strict=True):
             pairs = [
                 (getattr(ar, field).tensor, getattr(denoise, field).tensor)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import engine_of
 from specs import ALL_PLANS
 from thread_world import run_ranks
 
 from phase_parallel.models.hunyuan_image_3.engine import Engine
-from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
 from phase_parallel.models.hunyuan_image_3.model import BlockRow, StepInputs
 from phase_parallel.models.hunyuan_image_3.prefix import MAX_ROWS
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
@@ -20,10 +20,6 @@ from phase_parallel.parallel.plan import ParallelPlan
 
 PROMPT = "a lamp"
 EVERY_BRANCH = {True: frozenset({0, 1}), False: frozenset({0})}
-
-
-def load(folder: Path, plan: ParallelPlan, comm: Communicator, *, reuse_text: bool = True) -> Engine:
-    return Engine.load(folder, plan, comm, LoadOptions(), device=torch.device("cpu"), reuse_text=reuse_text)
 
 
 def write_text(engine: Engine, prompt: str = PROMPT) -> None:
@@ -45,7 +41,7 @@ def test_reused_and_computed_prefixes_are_equal(name: str, eight_ways: Path) -> 
     def body(plan: ParallelPlan, comm: Communicator) -> tuple[int, int, torch.Tensor, torch.Tensor]:
         found = []
         for reuse in (True, False):
-            engine = load(eight_ways, plan, comm, reuse_text=reuse)
+            engine = engine_of(eight_ways, plan, comm, reuse_text=reuse)
             write_text(engine)
             row = rows_of(engine).cond
             record = engine.prefixes.prepare(row, (), everywhere(engine))
@@ -61,7 +57,7 @@ def test_ulysses_goes_on_in_the_texts_own_cache(eight_ways: Path) -> None:
     """The KV heads a rank owns in AR TP4 are those it attends with after Ulysses: nothing is copied, nothing is communicated."""
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm)
+        engine = engine_of(eight_ways, plan, comm)
         write_text(engine)
         text = engine.prefixes._text.cache
         first = engine.prefixes.prepare(rows_of(engine).cond, (), frozenset({0}))
@@ -77,7 +73,7 @@ def test_rows_share_what_they_begin_with(eight_ways: Path) -> None:
     """Another prompt shares the tokens up to its first difference, and so does the unconditional row; both give what a full prefill gives."""
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine, plain = load(eight_ways, plan, comm), load(eight_ways, plan, comm, reuse_text=False)
+        engine, plain = engine_of(eight_ways, plan, comm), engine_of(eight_ways, plan, comm, reuse_text=False)
         write_text(engine)
         whole = rows_of(engine).cond
         for row in (rows_of(engine, prompt="a lamb").cond, rows_of(engine).uncond, whole, rows_of(engine, prompt="a lark").cond):
@@ -94,7 +90,7 @@ def test_rows_share_what_they_begin_with(eight_ways: Path) -> None:
 
 def test_known_tokens_tell_what_prepare_will_reuse(eight_ways: Path) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm)
+        engine = engine_of(eight_ways, plan, comm)
         row = rows_of(engine).cond
         assert engine.prefixes.known_tokens(row, ()) == 0
         write_text(engine)
@@ -107,7 +103,7 @@ def test_known_tokens_tell_what_prepare_will_reuse(eight_ways: Path) -> None:
 
 def test_only_the_branch_that_needs_a_row_keeps_its_heads(eight_ways: Path) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm)
+        engine = engine_of(eight_ways, plan, comm)
         rows = rows_of(engine)
         mine = plan.topology("denoise").cfg_rank
         for branch, row in ((0, rows.cond), (1, rows.uncond)):
@@ -121,7 +117,7 @@ def test_only_the_branch_that_needs_a_row_keeps_its_heads(eight_ways: Path) -> N
 
 def test_a_kept_prefix_is_not_computed_again_and_old_ones_are_dropped(eight_ways: Path) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm)
+        engine = engine_of(eight_ways, plan, comm)
         row = rows_of(engine).cond
         first = engine.prefixes.prepare(row, (), frozenset({0}))
         made = comm.ledger.counts.total()
@@ -138,7 +134,7 @@ def test_later_steps_equal_a_full_recompute(eight_ways: Path) -> None:
     """Overwriting the block behind the prefix is exact (spec section 10, item 7): stale keys of the first step are never seen."""
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = load(eight_ways, plan, comm)
+        engine = engine_of(eight_ways, plan, comm)
         row = rows_of(engine).cond
         generator = torch.Generator().manual_seed(7)
         first, second = torch.randn(2, 1, engine.config.vae.latent_channels, 16, 16, generator=generator)

@@ -205,6 +205,8 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
     sample(model, positive, negative, latent, cfg=1.0)
     unguided = [[row["kind"] for row in args["rows"]] for _, args in driver.calls]
     (shifted,) = stock("ModelSamplingSD3", model=model, shift=1.0)
+    (factor,) = stock("ModelSamplingAuraFlow", model=model, shift=3.0)
+    same = sample(factor, positive, negative, latent)
     (straight,) = stock("BasicScheduler", model=shifted, scheduler="simple", steps=4, denoise=1.0)
     painted = sample(model, positive, negative, {"samples": expected["latent.final"] / SCALE}, denoise=0.5)
     return {
@@ -212,6 +214,7 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
         "latent": error(advanced["samples"] * SCALE, expected["latent.final"]),
         "asked": asked,
         "unguided": unguided,
+        "timestep_factor": error(same, plain),
         "straight": straight.tolist(),
         "shares_engine": shifted.model.engine is model.model.engine,
         "ksampler_finite": bool(torch.isfinite(plain).all()) and float(plain.std()) > 0,
@@ -236,6 +239,9 @@ def refusals(model: Any, clip: Any, vae: Any) -> dict[str, str]:
     wrong_channels = {"samples": torch.ones(1, 4, 8, 27)}
     (wrong_stride,) = nodes.EmptyLatentImage().generate(1024, 512)
     wrong_stride.pop("downscale_ratio_spacial", None)
+    patched = model.clone()
+    patched.set_model_attn1_patch(lambda *arguments: arguments)
+    (other_kind,) = stock("ModelSamplingDiscrete", model=model, sampling="v_prediction", zsnr=False)
     attempts: dict[str, Callable[[], Any]] = {
         "latent_channels": lambda: sample(model, positive, negative, wrong_channels),
         "latent_size": lambda: sample(model, positive, negative, wrong_stride),
@@ -244,6 +250,8 @@ def refusals(model: Any, clip: Any, vae: Any) -> dict[str, str]:
         "exchanged": lambda: sample(model, negative, positive, latent),
         "unpaired": lambda: sample(model, other, negative, latent),
         "area": lambda: sample(model, area, negative, latent),
+        "patched": lambda: sample(patched, positive, negative, latent),
+        "sampling_kind": lambda: sample(other_kind, positive, negative, latent),
         "lora": lambda: model.clone().add_patches({"layer": ("diff", (torch.zeros(1),))}),
         "clip_text_encode": lambda: stock("CLIPTextEncode", clip=clip, text="a cat"),
     }

@@ -40,7 +40,8 @@ def test_both_branches_travel_in_one_call(engine: EngineHandle, calls: Any, pair
     assert name == "denoise"
     assert [row["kind"] for row in args["rows"]] == ["uncond", "uncond", "cond", "cond"]
     assert args["rows"][2]["row"] == pair[0].row.to_json()
-    assert (args["sigma"], args["sigma_next"], args["guidance"]) == (0.9, 0.75, None)
+    assert (args["sigma"], args["sigma_next"]) == (pytest.approx(0.9), 0.75)
+    assert args["guidance"] is None
     assert torch.equal(tensors["latents"], latents)
 
 
@@ -50,6 +51,17 @@ def test_token_ids_never_pass_through_a_tensor(engine: EngineHandle, pair: tuple
     assert marker.numel() == 1
     assert not any(isinstance(value, torch.Tensor) for value in options.values())
     assert call_of(engine, pair).dtype == torch.float32
+
+
+def test_the_samplers_own_sigma_is_preferred(engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:
+    sigmas = torch.tensor([0.75])
+    call_of(engine, pair)(
+        torch.zeros(2, 16, 16, 16),
+        torch.tensor([0.75, 0.75]),  # a node that gives timesteps another factor
+        row_handle=handles(*pair),
+        transformer_options={"sigmas": sigmas, "sample_sigmas": SCHEDULE},
+    )
+    assert (calls.made[0][1]["sigma"], calls.made[0][1]["sigma_next"]) == (0.75, 0.5)
 
 
 def test_several_noise_levels_are_refused(engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:

@@ -101,6 +101,10 @@ def test_shift_node_works_on_a_clone(with_flow: dict[str, Any]) -> None:
     assert with_flow["samplers"]["shares_engine"]
 
 
+def test_noise_level_does_not_depend_on_the_timestep_factor(with_flow: dict[str, Any]) -> None:
+    assert with_flow["samplers"]["timestep_factor"] == 0
+
+
 def test_live_preview_has_a_picture(with_flow: dict[str, Any]) -> None:
     assert with_flow["samplers"]["preview"] == [27, 8]
 
@@ -115,6 +119,8 @@ def test_live_preview_has_a_picture(with_flow: dict[str, Any]) -> None:
         ("exchanged", "exchange the two wires"),
         ("unpaired", "another prompt or size"),
         ("area", "carries an area"),
+        ("patched", "patches the model's attention"),
+        ("sampling_kind", "not flow matching"),
         ("lora", "LoRA and other weight patches cannot be applied"),
         ("clip_text_encode", "CLIP Text Encode cannot prepare a prompt"),
     ],

@@ -118,7 +118,9 @@ def test_official_system_prompt_that_is_not_there_is_a_sentence(engine: EngineHa
         run(engine, system_prompt="en_unified")
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_the_ranks_are_asked(engine: EngineHandle, calls: Any) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_the_ranks_are_asked(
+    engine: EngineHandle, calls: Any
+) -> None:
     with pytest.raises(ValueError, match=r"The row has \d+ tokens"):
         run(engine, prompt="x" * (engine.config.max_position_embeddings + 1))
     assert calls.names == []

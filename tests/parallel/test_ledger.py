@@ -1,54 +1,115 @@
-"""The rolling digest of a rank's collectives and the sentence about the first difference."""
+"""The rolling digest: what changes it, and how the first difference is told."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from phase_parallel.parallel.ledger import Ledger, first_difference
-
-ENTRY = ("denoise", "row_reduce", "layers.0.o_proj", (2, 3), "torch.float32")
+from phase_parallel.parallel.ledger import ROLES, Ledger, first_difference
 
 
-def filled(*entries: tuple) -> Ledger:
-    ledger = Ledger(tail_length=4)
-    for entry in entries:
-        ledger.record(*entry)
+def record(ledger: Ledger, site: str = "x", **changes: object) -> None:
+    entry = {"phase": "denoise", "role": "row_reduce", "shape": (2, 3), "dtype": "torch.float32", "order": ()} | changes
+    ledger.record(entry["phase"], entry["role"], site, entry["shape"], entry["dtype"], entry["order"])
+
+
+def filled(*sites: str, tail_length: int = 512) -> Ledger:
+    ledger = Ledger(tail_length)
+    for site in sites:
+        record(ledger, site)
     return ledger
 
 
-@pytest.mark.parametrize("field", range(5))
-def test_every_field_counts(field: int) -> None:
-    other = list(ENTRY)
-    other[field] = (2, 4) if field == 3 else other[field] + "x"
-    assert filled(ENTRY).digest() != filled(tuple(other)).digest()
+def test_equal_calls_give_equal_digests() -> None:
+    assert filled("a", "b").digest() == filled("a", "b").digest()
+    assert filled().digest() == Ledger().digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"site": "y"},
+        {"phase": "decode"},
+        {"role": "kv_gather"},
+        {"shape": (3, 2)},
+        {"shape": (6,)},
+        {"dtype": "torch.bfloat16"},
+        {"order": (0, 1)},
+    ],
+)
+def test_every_part_of_an_entry_counts(change: dict) -> None:
+    plain, other = Ledger(), Ledger()
+    record(plain)
+    record(other, **change)
+    assert plain.digest() != other.digest()
+
+
+def test_order_and_number_of_calls_count() -> None:
+    digests = {filled(*sites).digest() for sites in [("a", "b"), ("b", "a"), ("a",), ("a", "b", "b"), ()]}
+    assert len(digests) == 5
 
 
 def test_order_of_a_gather_counts() -> None:
-    assert filled((*ENTRY, (0, 1))).digest() != filled((*ENTRY, (1, 0))).digest()
+    first, second = Ledger(), Ledger()
+    record(first, order=(0, 2, 1, 3))
+    record(second, order=(0, 1, 2, 3))
+    assert first.digest() != second.digest()
 
 
-def test_equal_histories_are_equal_and_order_matters() -> None:
-    second = ("denoise", "seq_gather", "final", (1,), "torch.float32")
-    assert filled(ENTRY, second).digest() == filled(ENTRY, second).digest()
-    assert filled(ENTRY, second).digest() != filled(second, ENTRY).digest()
+def test_digest_is_two_signed_64_bit_numbers() -> None:
+    for sites in ("a", "b", "c", "d"):
+        halves = filled(sites).digest()
+        assert len(halves) == 2 and all(-(2**63) <= half < 2**63 for half in halves)
 
 
-def test_reset_forgets() -> None:
-    ledger = filled(ENTRY)
+def test_counts_by_role_and_reset() -> None:
+    ledger = filled("a", "b")
+    record(ledger, role="vocab_gather")
+    assert ledger.counts == {"row_reduce": 2, "vocab_gather": 1}
     ledger.reset()
-    assert ledger.digest() == Ledger().digest() and not ledger.counts
+    assert ledger.counts == {} and ledger.digest() == Ledger().digest() and ledger.tail() == {"first": 0, "entries": []}
 
 
-def test_the_first_difference_names_site_and_rank() -> None:
-    same, odd = filled(ENTRY, ENTRY).tail(), filled(ENTRY, ("denoise", "row_reduce", "layers.0.mlp", (2, 3), "torch.float32")).tail()
-    text = first_difference([same, same, odd, same])
-    assert "at collective 1" in text and "rank 2 made" in text and "layers.0.mlp" in text
+def test_notes_count_in_the_digest_but_not_as_collectives() -> None:
+    one, other = Ledger(), Ledger()
+    one.note("prefill", "row a")
+    other.note("prefill", "row b")
+    assert one.digest() != other.digest() and one.counts == {}
+    assert first_difference([one.tail(), one.tail(), other.tail()]).endswith("but rank 2 made `prefill takes row b`")
 
 
-def test_a_missing_call_is_named() -> None:
-    assert "rank 1 made `nothing`" in first_difference([filled(ENTRY, ENTRY).tail(), filled(ENTRY).tail(), filled(ENTRY, ENTRY).tail()])
+def test_roles_are_those_of_the_design() -> None:
+    design = {"row_reduce", "vocab_gather", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
+    assert set(ROLES) == design
 
 
-def test_only_the_tail_is_kept() -> None:
-    tail = filled(*[ENTRY] * 9).tail()
-    assert tail["first"] == 5 and len(tail["entries"]) == 4
+def test_tail_keeps_the_last_entries_and_is_json() -> None:
+    tail = json.loads(json.dumps(filled("a", "b", "c", tail_length=2).tail()))
+    assert tail["first"] == 1
+    assert tail["entries"] == [f"denoise row_reduce {site} 2x3 torch.float32" for site in "bc"]
+
+
+class TestFirstDifference:
+    def told(self, *ledgers: Ledger) -> str:
+        return first_difference([ledger.tail() for ledger in ledgers])
+
+    def test_names_the_odd_rank_and_both_sites(self) -> None:
+        told = self.told(filled("a", "b"), filled("a", "b"), filled("a", "c"), filled("a", "b"))
+        usual, odd = (f"`denoise row_reduce {site} 2x3 torch.float32`" for site in "bc")
+        assert told == f"at collective 1 most ranks made {usual} but rank 2 made {odd}"
+
+    def test_rank_that_made_one_less(self) -> None:
+        assert self.told(filled("a", "b"), filled("a"), filled("a", "b")).endswith("but rank 1 made `nothing`")
+
+    def test_two_odd_ranks(self) -> None:
+        told = self.told(filled("a"), filled("x"), filled("a"), filled("a"), filled("y"))
+        assert "rank 1 made `denoise row_reduce x" in told and "rank 4 made `denoise row_reduce y" in told
+
+    def test_tails_of_other_lengths_are_laid_side_by_side(self) -> None:
+        long = filled("a", "b", "c", "d", tail_length=2)
+        assert self.told(filled("a", "b", "c", "d"), long, filled("a", "b", "c", "e")).startswith("at collective 3 ")
+
+    def test_difference_that_is_no_longer_kept(self) -> None:
+        pair = filled("a", "c", "d", tail_length=2), filled("b", "c", "d", tail_length=2)
+        assert self.told(*pair) == "the ranks differ before the entries that are still kept"

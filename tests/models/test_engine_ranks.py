@@ -1,0 +1,78 @@
+"""The engine on four real ranks: equal results, phase switches that cost nothing, and a rank whose input differs by one token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engines import engine_of
+from rank_pool import RankPool, Reply
+from thread_world import run_ranks
+
+from phase_parallel.models.hunyuan_image_3.engine import ImageRequest
+from phase_parallel.models.hunyuan_image_3.sequence import build_image_rows
+
+pytestmark = pytest.mark.ranks4
+HERE = Path(__file__).parent
+PLANS = {
+    "ulysses": dict(name="hybrid"),
+    "kv_gather": dict(name="hybrid", attention="kv_gather"),
+    "cfg": dict(name="hybrid", denoise="cfg"),
+    "tp": dict(name="tp"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    helpers = os.pathsep.join([str(HERE.parent / "parallel"), os.environ.get("PYTHONPATH", "")])
+    pool = RankPool(HERE / "engine_program.py", 4, lambda rank, store: {"PYTHONPATH": helpers})
+    yield pool
+    pool.close()
+
+
+def succeed(replies: list[Reply]) -> list[dict]:
+    assert [reply.error for reply in replies] == [""] * 4
+    return [reply.result for reply in replies]
+
+
+@pytest.fixture(scope="module")
+def alone(eight_ways: Path) -> torch.Tensor:
+    """The first values of the same picture on one rank."""
+
+    def body(plan: object, comm: object) -> torch.Tensor:
+        engine = engine_of(eight_ways, plan, comm)
+        height, width = engine.table.size(12)
+        rows = build_image_rows(
+            engine.tokenizer, engine.config, prompt="a red kite", system_prompt=None, cot_text=None, cond_images=(), height=height, width=width
+        )
+        return engine.sample(ImageRequest(rows, steps=2, guidance=4.0, flow_shift=3.0, seeds=(5,))).flatten()[:8]
+
+    return run_ranks(body, "single", world_size=1)[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_draw_the_picture_of_one_rank(ranks: RankPool, eight_ways: Path, alone: torch.Tensor, plan: str) -> None:
+    results = succeed(ranks.run("picture", folder=str(eight_ways), plan=PLANS[plan], timeout_s=120.0))
+    assert len({result["digest"] for result in results}) == 1
+    assert torch.allclose(torch.tensor(results[0]["latent"]), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["ulysses", "cfg"])
+def test_phase_switches_move_no_weight_and_make_no_group(ranks: RankPool, eight_ways: Path, plan: str) -> None:
+    for result in succeed(ranks.run("phases", folder=str(eight_ways), plan=PLANS[plan], timeout_s=240.0)):
+        assert not result["moved"]
+        assert (result["groups"], result["generation"]) == (0, 0)
+        assert len(set(result["digests"])) == 1, "the same request gives the same bits again"
+
+
+@pytest.mark.parametrize(("mistake", "phase"), [("odd_token", "denoise"), ("odd_text", "prefill")])
+def test_one_token_off_on_one_rank_stops_every_rank(ranks: RankPool, eight_ways: Path, mistake: str, phase: str) -> None:
+    """Even when the section's key says that the inputs are equal: the ledger knows the tokens."""
+    replies = ranks.run("picture", folder=str(eight_ways), plan=PLANS["ulysses"], timeout_s=120.0, **{mistake: 3})
+    assert {reply.error_type for reply in replies} == {"CollectiveDivergence"}
+    assert len({reply.error for reply in replies}) == 1
+    assert f"most ranks made `{phase} takes row " in replies[0].error and f"but rank 3 made `{phase} takes row " in replies[0].error
+    succeed(ranks.run("picture", folder=str(eight_ways), plan=PLANS["ulysses"], timeout_s=120.0))
