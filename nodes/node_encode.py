@@ -13,8 +13,8 @@ from .image_rows import build_conditionings
 from .node_latent import empty_latent
 from .node_noise import REFERENCE_SHAPES
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, check_prompt, system_prompt_text
-from .text_socket import HunyuanText, engine_of_clip
 from .references import prepare_references
+from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import size_note
 from .vae_socket import HunyuanVae, engine_of_vae
 

@@ -9,7 +9,6 @@ import torch
 from ..models.hunyuan_image_3.references import draw_noise
 from . import inputs
 
-
 REFERENCE_SHAPES = "phase_parallel_reference_shapes"
 """Entry of a LATENT from Encode: the latent shapes of the reference pictures, whose noise comes first."""
 
