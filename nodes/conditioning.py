@@ -18,6 +18,7 @@ import torch
 if TYPE_CHECKING:
     from ..models.hunyuan_image_3.sequence import TokenRow
     from .engine_handle import EngineHandle
+    from .references import References
 
 ROW_KEY = "hunyuan_image_3_row"
 ENCODE_NODE = "HunyuanImage-3.0 Encode"
@@ -56,6 +57,7 @@ class RowConditioning:
     height: int
     width: int
     guidance: float | None = None
+    references: References | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     marker: torch.Tensor = field(default_factory=_marker)
 

@@ -4,7 +4,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,12 +51,13 @@ class DenoiseCall(torch.nn.Module):
                 "The positive conditionings have different guidance values; give all of them the same one."
             )
         args = {
-            "rows": [{"kind": row.kind, "row": row.row.to_json()} for row in rows],
+            "rows": [_row_arguments(row) for row in rows],
             "sigma": sigma,
             "sigma_next": next_sigma(options.get("sample_sigmas"), sigma),
             "guidance": guidance.pop(),
         }
-        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=host_compat.running_node_id())
+        node_id = host_compat.running_node_id()
+        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=_show(node_id))
         return tensors["velocity"].to(x.device)
 
     def _row(self, handle: int) -> RowConditioning:
@@ -68,6 +69,21 @@ class DenoiseCall(torch.nn.Module):
                 "and use HunyuanImage-3.0 Guidance for its strength."
             )
         return row
+
+
+def _show(node_id: str | None) -> Callable[[dict[str, Any]], None]:
+    """Shows what an engine says in words; the sampler owns the progress bar."""
+
+    def show(event: dict[str, Any]) -> None:
+        if event.get("text"):
+            host_compat.show_text(event["text"], node_id)
+
+    return show
+
+
+def _row_arguments(row: RowConditioning) -> dict[str, Any]:
+    keys = row.references.keys if row.references is not None else ()
+    return {"kind": row.kind, "row": row.row.to_json(), "references": list(keys)}
 
 
 def _one_sigma(sigmas: torch.Tensor) -> float:

@@ -131,6 +131,9 @@ def check_sampling(
             check_latent(tuple(noise.shape), row)
     positive = branches.get("positive", [])
     check_pair(positive, branches.get("negative", []))
+    for references in {id(row.references): row.references for rows in branches.values() for row in rows}.values():
+        if references is not None:
+            references.encode(node_id=host_compat.running_node_id())
     if positive:
         drawn = {"seed": seed, "steps": len(sigmas) - 1, "cfg": getattr(guider, "cfg", None)}
         host_compat.annotate({**positive[0].summary, **drawn}, host_compat.running_node_id())

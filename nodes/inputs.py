@@ -46,6 +46,18 @@ def prompt() -> Widget:
     )
 
 
+def question() -> Widget:
+    return (
+        "STRING",
+        {
+            "multiline": True,
+            "default": "",
+            "tooltip": "What you want to know, about the connected images in their order or about anything. Control tokens such as "
+            "<img> are refused.",
+        },
+    )
+
+
 def system_prompt() -> Widget:
     return (
         list(SYSTEM_PROMPT_CHOICES),
@@ -119,6 +131,20 @@ def batch_size() -> Widget:
     return (
         "INT",
         {"default": 1, "min": 1, "max": 64, "tooltip": "How many pictures are drawn from the same prompt."},
+    )
+
+
+def reference_seed() -> Widget:
+    return (
+        "INT",
+        {
+            "default": 0,
+            "min": 0,
+            "max": 0xFFFFFFFFFFFFFFFF,
+            "advanced": True,
+            "tooltip": "Seed of the noise with which reference pictures are encoded. Keep it equal in Think / Recaption and Encode: "
+            "the ranks then encode each picture once and reuse what they have read.",
+        },
     )
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from . import inputs
+from . import host_compat, inputs
 from .image_rows import build_conditionings
 from .node_latent import empty_latent
+from .node_noise import REFERENCE_SHAPES
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, check_prompt, system_prompt_text
+from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import refuse_images
+from .text_stage import size_note
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
@@ -49,7 +51,9 @@ class HunyuanImage3Encode:
                 "custom_system_prompt": inputs.custom_system_prompt(),
                 "cot_text": inputs.cot_text(),
                 **inputs.images(),
+                "reference_seed": inputs.reference_seed(),
             },
+            "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     def encode(
@@ -66,6 +70,8 @@ class HunyuanImage3Encode:
         image1: Any = None,
         image2: Any = None,
         image3: Any = None,
+        reference_seed: int = 0,
+        unique_id: str | None = None,
     ) -> tuple[list[Any], list[Any], dict[str, torch.Tensor]]:
         engine = engine_of_clip(clip)
         if engine_of_vae(vae).key != engine.key:
@@ -75,7 +81,7 @@ class HunyuanImage3Encode:
             )
         check_prompt(engine, prompt)
         check_cot_text(engine, cot_text)
-        refuse_images(engine, (image1, image2, image3))
+        references = prepare_references(engine, (image1, image2, image3), seed=reference_seed)
         positive, negative = build_conditionings(
             engine,
             prompt=prompt,
@@ -83,6 +89,12 @@ class HunyuanImage3Encode:
             cot_text=cot_text,
             height=height,
             width=width,
+            references=references,
         )
+        note = size_note((height, width), (positive.height, positive.width))
+        if note:
+            host_compat.show_text(note, unique_id)
         latent = empty_latent(positive.height, positive.width, batch_size, engine.config.vae.latent_channels)
+        # Reference Noise draws what the official program draws before the picture's own noise.
+        latent[REFERENCE_SHAPES] = references.latent_shapes
         return positive.as_conditioning(), negative.as_conditioning(), latent

@@ -17,6 +17,7 @@ from .image_rows import picture_rows
 from .model_socket import engine_of_model
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
+from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import Sampling, TextOutcome, TextWish, run_text_stage
 from .vae_socket import HunyuanVae, engine_of_vae
@@ -127,7 +128,7 @@ class HunyuanImage3Generate:
         check_cot_text(engine, cot_text)
         wish = TextWish(
             prompt=prompt,
-            task="off" if cot_text else task,
+            task="auto ratio" if cot_text and task != "off" else task,
             system_prompt=system_prompt,
             custom_system_prompt=custom_system_prompt,
             size=size,
@@ -137,36 +138,41 @@ class HunyuanImage3Generate:
             seed=seed,
             sampling=Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
             images=(image1, image2, image3),
+            reference_seed=seed,
+            cot_text=cot_text,
         )
         settings = DrawSettings.resolve(
             engine, steps=steps, guidance=guidance, flow_shift=flow_shift, seed=seed, batch_size=batch_size
         )
         report = NodeProgress(unique_id, engine.preview)
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
-        if cot_text:
-            outcome = TextOutcome(cot_text, outcome.recaption, outcome.height, outcome.width)
         system = system_prompt_text(engine, system_prompt, custom_system_prompt, "image")
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
-        latents = draw(engine, prompt, system, outcome, settings, report)
+        if outcome.note:
+            host_compat.show_text(outcome.note, unique_id)
+        latents = draw(engine, wish, system, outcome, settings, report)
         return vae.decode(latents), outcome.cot_text
 
 
 def draw(
     engine: EngineHandle,
-    prompt: str,
+    wish: TextWish,
     system_prompt: str | None,
     outcome: TextOutcome,
     settings: DrawSettings,
     report: NodeProgress,
 ) -> torch.Tensor:
     """Unscaled latents [n, C, h, w] of `n` seeds, by one engine run over all steps."""
+    references = prepare_references(engine, wish.images, seed=wish.reference_seed)
+    references.encode(node_id=report.node_id, report=report)
     rows = picture_rows(
         engine,
-        prompt=prompt,
+        prompt=wish.prompt,
         system_prompt=system_prompt,
         cot_text=outcome.cot_text,
         height=outcome.height,
         width=outcome.width,
+        references=references,
     )
     args = {
         "cond": rows.cond.to_json(),
@@ -174,6 +180,7 @@ def draw(
         "height": rows.height,
         "width": rows.width,
         "ratio_index": rows.ratio_index,
+        "references": list(references.keys),
         "steps": settings.steps,
         "guidance": settings.guidance,
         "flow_shift": settings.flow_shift,

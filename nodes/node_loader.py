@@ -98,8 +98,19 @@ class HunyuanImage3Loader:
         engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)
-        host_compat.show_text(f"{chosen.describe()} ({reason})", unique_id)
+        host_compat.show_text(f"{chosen.describe()} ({reason})\n{sampler_hint(engine)}", unique_id)
         return build_model(engine), HunyuanText(engine), vae
+
+
+def sampler_hint(engine: EngineHandle) -> str:
+    """The checkpoint's own sampler settings, in words."""
+    own = engine.config.generation
+    if engine.config.cfg_distilled:
+        return (
+            f"distilled: sample with {own.diff_infer_steps} steps and cfg 1; its guidance "
+            f"({own.diff_guidance_scale:g}) is set with HunyuanImage-3.0 Guidance"
+        )
+    return f"sample with {own.diff_infer_steps} steps and cfg {own.diff_guidance_scale:g}"
 
 
 def _expert_inputs() -> dict[str, inputs.Widget]:

@@ -9,6 +9,9 @@ import torch
 from ..models.hunyuan_image_3.references import draw_noise
 from . import inputs
 
+REFERENCE_SHAPES = "phase_parallel_reference_shapes"
+"""Entry of a LATENT from Encode: the latent shapes of the reference pictures, whose noise comes first."""
+
 
 class ReferenceNoise:
     """A NOISE object: one CPU generator per picture, numbers drawn in bfloat16, as the official program does
@@ -24,10 +27,11 @@ class ReferenceNoise:
         """
         samples = input_latent["samples"]
         indices = input_latent.get("batch_index") or range(samples.shape[0])
-        return torch.cat([self._one(index, (1, *samples.shape[1:])) for index in indices])
+        references = list(input_latent.get(REFERENCE_SHAPES, ()))
+        return torch.cat([self._one(index, references, (1, *samples.shape[1:])) for index in indices])
 
-    def _one(self, index: int, shape: tuple[int, ...]) -> torch.Tensor:
-        _, noise = draw_noise((self.seed + index) % (1 << 64), [], shape)
+    def _one(self, index: int, references: list[tuple[int, ...]], shape: tuple[int, ...]) -> torch.Tensor:
+        _, noise = draw_noise((self.seed + index) % (1 << 64), references, shape)
         return noise
 
 

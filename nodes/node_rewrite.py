@@ -47,6 +47,7 @@ class HunyuanImage3Rewrite:
                 "custom_system_prompt": inputs.custom_system_prompt(),
                 **inputs.sampling(),
                 **inputs.images(),
+                "reference_seed": inputs.reference_seed(),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -71,6 +72,7 @@ class HunyuanImage3Rewrite:
         image1: Any = None,
         image2: Any = None,
         image3: Any = None,
+        reference_seed: int = 0,
         unique_id: str | None = None,
     ) -> dict[str, Any]:
         wish = TextWish(
@@ -85,11 +87,14 @@ class HunyuanImage3Rewrite:
             seed=seed,
             sampling=Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
             images=(image1, image2, image3),
+            reference_seed=reference_seed,
         )
         outcome = run_text_stage(
             engine_of_clip(clip), wish, node_id=unique_id, report=NodeProgress(unique_id)
         )
         line = outcome.recaption or f"{outcome.width} x {outcome.height}"
+        if outcome.note:
+            line = f"{outcome.note}\n{line}"
         return {
             "ui": {"text": [line]},
             "result": (outcome.cot_text, outcome.recaption, outcome.width, outcome.height),

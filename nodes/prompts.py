@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ..models.hunyuan_image_3.system_prompts import SYSTEM_PROMPT_TYPES, resolve_system_prompt
+from ..models.hunyuan_image_3.system_prompts import (
+    OFFICIAL_FILE,
+    SYSTEM_PROMPT_TYPES,
+    official_prompt,
+    resolve_system_prompt,
+)
 from ..models.hunyuan_image_3.tokenizer import refuse_empty_prompt
 from .engine_handle import EngineHandle
 
@@ -37,3 +42,10 @@ def system_prompt_text(engine: EngineHandle, choice: str, custom: str, task: str
     if choice in ("custom", "dynamic"):
         engine.tokenizer.refuse_special_tokens(custom, "custom_system_prompt")
     return resolve_system_prompt(engine.folder, choice, kind=engine.config.kind, task=task, custom=custom)
+
+
+def recaption_prompt(engine: EngineHandle) -> str:
+    """The official ``en_recaption`` text as it is stored, unstripped. Raises SystemPromptError if the
+    checkpoint folder lacks it.
+    """
+    return official_prompt(engine.folder / OFFICIAL_FILE, "en_recaption")

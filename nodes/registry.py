@@ -7,6 +7,7 @@ import os
 from ..parallel.environment import LaunchEnvironment
 from . import checkpoint_folders, guard, host_compat
 from .follower import follower_nodes
+from .node_ask import HunyuanImage3Ask
 from .node_encode import HunyuanImage3Encode
 from .node_generate import HunyuanImage3Generate
 from .node_guidance import HunyuanImage3Guidance
@@ -21,6 +22,7 @@ NODES: dict[str, tuple[type, str]] = {
     "HunyuanImage3Loader": (HunyuanImage3Loader, "Load HunyuanImage-3.0"),
     "HunyuanImage3Generate": (HunyuanImage3Generate, "HunyuanImage-3.0 Generate"),
     "HunyuanImage3Rewrite": (HunyuanImage3Rewrite, "HunyuanImage-3.0 Think / Recaption"),
+    "HunyuanImage3Ask": (HunyuanImage3Ask, "HunyuanImage-3.0 Ask"),
     "HunyuanImage3Encode": (HunyuanImage3Encode, "HunyuanImage-3.0 Encode"),
     "HunyuanImage3Resolution": (HunyuanImage3Resolution, "HunyuanImage-3.0 Resolution"),
     "EmptyHunyuanImage3Latent": (EmptyHunyuanImage3Latent, "Empty HunyuanImage-3.0 Latent"),

@@ -15,6 +15,7 @@ from ..models.hunyuan_image_3.text_generation import prefill_row
 from . import size_choices
 from .engine_handle import EngineHandle
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
+from .references import References, prepare_references
 
 WRITING_TASKS = {"think + recaption": "think_recaption", "recaption": "recaption", "think": "think"}
 RATIO_TASK = "img_ratio"
@@ -59,6 +60,9 @@ class TextWish:
     seed: int
     sampling: Sampling
     images: tuple[Any, ...] = ()
+    reference_seed: int = 0
+    cot_text: str = ""
+    """The model's turn as the user gives it: nothing is written, and an automatic size is chosen after reading it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class TextOutcome:
     recaption: str
     height: int
     width: int
+    note: str = ""
+    """What the user should know: a cut text, a size that became another."""
 
 
 def run_text_stage(
@@ -84,15 +90,23 @@ def run_text_stage(
     cannot use.
     """
     check_prompt(engine, wish.prompt)
-    refuse_images(engine, wish.images)
+    references = prepare_references(engine, wish.images, seed=wish.reference_seed)
     size = explicit_size(wish)
     if wish.task in WRITING_TASKS:
         refuse_writing_base(engine, wish.task)
-        return _write(engine, wish, WRITING_TASKS[wish.task], size, node_id=node_id, report=report)
+        return _write(engine, wish, WRITING_TASKS[wish.task], size, references, node_id=node_id, report=report)
     if wish.task == "auto ratio" and size is None:
-        return _write(engine, wish, RATIO_TASK, None, node_id=node_id, report=report)
-    height, width = engine.snap(*(size or (wish.height, wish.width)))
-    return TextOutcome("", "", height, width)
+        return _write(engine, wish, RATIO_TASK, None, references, node_id=node_id, report=report)
+    asked = size or (wish.height, wish.width)
+    height, width = engine.snap(*asked)
+    return TextOutcome(wish.cot_text, "", height, width, size_note(asked, (height, width)))
+
+
+def size_note(asked: tuple[int, int] | None, drawn: tuple[int, int]) -> str:
+    """A sentence when the size that is drawn is not the one that was asked for; both (height, width)."""
+    if asked is None or tuple(asked) == tuple(drawn):
+        return ""
+    return f"{asked[1]}x{asked[0]} is not a size of this model; the nearest one is drawn: {drawn[1]}x{drawn[0]}."
 
 
 def explicit_size(wish: TextWish) -> tuple[int, int] | None:
@@ -111,21 +125,6 @@ def explicit_size(wish: TextWish) -> tuple[int, int] | None:
     return size_choices.parse_label(wish.size)
 
 
-def refuse_images(engine: EngineHandle, images: tuple[Any, ...]) -> None:
-    """Pictures as input need an Instruct checkpoint, and are not built into this version's rows yet."""
-    if all(image is None for image in images):
-        return
-    if engine.config.kind == "base":
-        raise ValueError(
-            f"{engine.name} is a base checkpoint and draws from text only; disconnect the images "
-            "(HunyuanImage-3.0 "
-            "Resolution can follow a picture's proportions) or load an Instruct checkpoint."
-        )
-    raise ValueError(
-        "Reference images are not supported by this version of the pack yet; disconnect image1 to image3."
-    )
-
-
 def refuse_writing_base(engine: EngineHandle, task: str) -> None:
     if engine.config.kind == "base":
         raise ValueError(
@@ -140,6 +139,7 @@ def _write(
     wish: TextWish,
     task: str,
     size: tuple[int, int] | None,
+    references: References,
     *,
     node_id: str | None,
     report: Callable[[dict[str, Any]], None] | None,
@@ -147,18 +147,23 @@ def _write(
     args = {
         "prompt": wish.prompt,
         "system_prompt": system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, task),
-        "cot_text": None,
+        "cot_text": wish.cot_text or None,
         "task": task,
         "image_size": "auto" if size is None else f"{size[0]}x{size[1]}",
         "max_new_tokens": 1 if task == RATIO_TASK else wish.max_new_tokens,
         "seed": wish.seed,
+        "references": list(references.keys),
         **wish.sampling.resolve(engine),
     }
-    prefill_row(engine.tokenizer, engine.config, text_request(args))  # a row that is too long is refused here
+    prefill_row(engine.tokenizer, engine.config, text_request(args), references.cond_images)  # a row that is too long is refused here
+    references.encode(node_id=node_id, report=report)
     result, _ = engine.call("generate_text", args, {}, node_id=node_id, report=report)
-    return TextOutcome(
-        result.get("cot_text") or "",
-        result.get("recaption") or "",
-        int(result["height"]),
-        int(result["width"]),
-    )
+    drawn = (int(result["height"]), int(result["width"]))
+    notes = [size_note(size, drawn)]
+    if result["truncated"]:
+        notes.append(
+            f"The text reached max_new_tokens ({wish.max_new_tokens}) before its end; its tags were closed so that it can be used. "
+            "Raise max_new_tokens for the whole text."
+        )
+    note = " ".join(text for text in notes if text)
+    return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note)

@@ -41,3 +41,23 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def distil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Distil checkpoint: guidance and the next timestep are embedded."""
     return _checkpoint(tmp_path_factory, "distil")
+
+
+@pytest.fixture(scope="session")
+def small_instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Instruct checkpoint that greedily writes "quick.", "a dog!" and the ratio token of row 12; nobody changes it."""
+    from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "small-instruct"
+    write_checkpoint(folder, SyntheticSpec(kind="instruct", latent_channels=4, vit_layers=1))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_distil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small distilled checkpoint; nobody changes it."""
+    from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "small-distil"
+    write_checkpoint(folder, SyntheticSpec(kind="distil", latent_channels=4, vit_layers=1))
+    return folder

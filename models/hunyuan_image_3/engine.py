@@ -16,7 +16,7 @@ from .denoise import CfgMode, Denoiser, DenoiseRow, StepTrace, sample
 from .loading import LoadOptions, load_model
 from .model import HunyuanImage3Model, ReferenceFeatures, StepInputs
 from .prefix import PrefixStore
-from .references import EncodedReference, PreparedReference, draw_noise, encode_reference
+from .references import EncodedReference, PreparedReference, ReferenceStore, draw_noise, encode_reference
 from .resolution import ResolutionTable
 from .schedule import flow_sigmas
 from .sequence import CondImage, ImageRows, resolution_table
@@ -52,6 +52,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.prefixes = PrefixStore(model, reuse_text=reuse_text)
+        self.references = ReferenceStore(model)
         self.denoiser = Denoiser(model, self.prefixes, cfg_mode=cfg_mode)
         self.table: ResolutionTable = resolution_table(model.config, tokenizer)
         self.text = TextGenerator(model, tokenizer, self.table, self.prefixes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from .denoise import DenoiseRow
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
 from .model import StepInputs
+from .references import PreparedReference
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
+from .text_rules import close_tags
 from .token_row import TokenRow
 
 MODEL = "hunyuan_image_3"
@@ -107,6 +109,21 @@ def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> t
     return {"plan": context.plan.describe(), "around_bytes": resident}, {}
 
 
+@register(f"{MODEL}.encode_references")
+def encode_references(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """Conditioning pictures, encoded unless they are kept. args: seed, pictures [{ratio_index, grid}]; tensors: pixels{i} [3, H, W] uint8,
+    patches{i} [P, 768] fp32, mask{i} [P] uint8 -> keys, by which later operations name the pictures."""
+    engine = _engine(context, args)
+    context.section.start_phase("image encode")
+    prepared = [
+        PreparedReference(
+            tensors[f"pixels{i}"], item["ratio_index"], tensors[f"patches{i}"], tensors[f"mask{i}"].bool(), tuple(item["grid"])
+        )
+        for i, item in enumerate(args["pictures"])
+    ]
+    return {"keys": list(engine.references.encode(prepared, args["seed"]))}, {}
+
+
 def text_request(args: dict[str, Any]) -> TextRequest:
     """The request that the arguments of ``generate_text`` describe."""
     sampling = Sampling(**{name: args[name] for name in Sampling.__dataclass_fields__ if name in args})
@@ -123,35 +140,56 @@ def text_request(args: dict[str, Any]) -> TextRequest:
 
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """args: prompt, system_prompt, cot_text, task, image_size ("auto" or "HxW"), max_new_tokens, seed, do_sample, temperature, top_k, top_p,
-    repetition_penalty -> the fields of TextResult plus height and width."""
+    """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
+    temperature, top_k, top_p, repetition_penalty, references (keys) -> the fields of TextResult plus height and width (null without a picture).
+    A text that the token limit cut comes with its tags closed and ``truncated`` set; if it was cut before its size token, one more greedy pass
+    chooses the size."""
     engine = _engine(context, args)
+    features, cond_images = engine.references.get(args.get("references", ()))
     request = text_request(args)
     auto = request.need_ratio
     context.section.start_phase("AR", "token")
-    result = engine.generate_text(request, check=context.section.check, report=context.section.report)
+    pictures = {"features": features, "cond_images": cond_images, "check": context.section.check}
+    result = engine.generate_text(request, report=context.section.report, **pictures)
+    cot_text = result.cot_text if result.cot_text is None else close_tags(result.cot_text)
     index = result.ratio_index
-    if not auto:
+    if auto and index is None:
+        again = replace(request, cot_text=cot_text, task="img_ratio", sampling=Sampling())
+        index = engine.generate_text(again, **pictures).ratio_index
+    elif args["image_size"] is not None and not auto:
         index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
-    height, width = engine.table.size(index if index is not None else engine.table.nearest(1, 1))
-    values = asdict(result)
+    height, width = (None, None) if index is None else engine.table.size(index)
+    values = asdict(result) | {"cot_text": cot_text}
     measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds")}
     return values | {"height": height, "width": width, "measured": measured}, {}
 
 
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """One model call of the host's sampler. args: rows [{kind, row}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w], one per row ->
-    velocity [n, C, h, w]."""
+    """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w],
+    one per row -> velocity [n, C, h, w]; prefix_tokens of the first row and reused_tokens of them."""
     engine = _engine(context, args)
     context.section.start_phase("denoise")
     latents = tensors["latents"]
-    rows = [DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], (), i) for i, item in enumerate(args["rows"])]
+    rows = [
+        DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)
+        for i, item in enumerate(args["rows"])
+    ]
+    saved = _prefix_saving(context, engine, rows[0]) if rows else {}
     after = args.get("sigma_next")
     step = StepInputs(
         timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
     )
-    return {}, {"velocity": engine.velocity(rows, latents, step)}
+    return saved, {"velocity": engine.velocity(rows, latents, step)}
+
+
+def _prefix_saving(context: OperationContext, engine: Engine, row: DenoiseRow) -> dict[str, Any]:
+    """How much of the conditional row's prefix is not computed again; the user is told when text generation left it."""
+    total, known = row.row.prefix_length, engine.prefixes.known_tokens(row.row, row.features)
+    if 0 < known < total:
+        text = f"{known} of {total} prompt tokens reused from the model's text, {total - known} computed"
+        context.section.report({"kind": "prefix", "text": text})
+    return {"prefix_tokens": total, "reused_tokens": known}
 
 
 def _fp32(sigma: float) -> float:
@@ -161,8 +199,8 @@ def _fp32(sigma: float) -> float:
 
 @register(f"{MODEL}.sample")
 def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds;
-    -> latents [b, C, h, w], unscaled."""
+    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds,
+    references (keys) -> latents [b, C, h, w], unscaled; prefix_tokens of the conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     uncond = None if args["uncond"] is None else TokenRow.from_json(args["uncond"])
     rows = ImageRows(TokenRow.from_json(args["cond"]), uncond, args["height"], args["width"], args["ratio_index"])
@@ -172,14 +210,16 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
         guidance=args["guidance"],
         flow_shift=args["flow_shift"],
         seeds=tuple(args["seeds"]),
+        features=engine.references.get(args.get("references", ()))[0],
     )
     context.section.start_phase("denoise")
+    saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features))
 
     def show(index: int, step: Any) -> None:
         context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": step.latent_in.cpu()})
 
     latent = engine.sample(request, check=context.section.check, trace=show)
-    return {}, {"latents": engine.unscale(latent)}
+    return saved, {"latents": engine.unscale(latent)}
 
 
 @register(f"{MODEL}.vae_decode")

@@ -65,7 +65,7 @@ class PrefixStore:
 
     def prepare(self, row: TokenRow, features: Sequence[ReferenceFeatures], branches: frozenset[int]) -> PrefixRecord:
         """The prefix of ``row`` for the guidance branches that need it; computed unless it is kept."""
-        key = row.digest() + "".join(f.digest for f in features)
+        key = _key(row, features)
         record = self._rows.get(key)
         if record is None or not branches <= record.branches:
             record = self._compute(row, features, branches)
@@ -74,6 +74,25 @@ class PrefixStore:
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
         return record
+
+    def known_tokens(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> int:
+        """How many tokens of the row's prefix need no computing now: all of a kept prefix, or those that text generation has left."""
+        if _key(row, features) in self._rows:
+            return row.prefix_length
+        return self._shared_with_text(row, features)
+
+    def _shared_with_text(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> int:
+        """Length of the row's beginning whose K/V text generation has left.
+
+        The row is tokenized again from the text, so it may part from the generated tokens somewhere; an edited text does, and an unconditional
+        row behind the pictures. Pictures attend in both directions, so all of them are shared or nothing is.
+        """
+        text = self._text
+        if not self.reuse_text or text is None or tuple(f.digest for f in features) != text.features:
+            return 0
+        pairs = zip(text.tokens, row.tokens[: row.prefix_length], strict=False)
+        shared = next((i for i, (kept, wanted) in enumerate(pairs) if kept != wanted), min(len(text.tokens), row.prefix_length))
+        return shared if all(span.vit[1] <= shared for span in row.cond) else 0
 
     def _compute(self, row: TokenRow, features: Sequence[ReferenceFeatures], branches: frozenset[int]) -> PrefixRecord:
         model, prefix = self._model, row.prefix_length
@@ -87,27 +106,19 @@ class PrefixStore:
     def _start(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> tuple[KVCache, int]:
         """A cache for the whole row and how many of its leading positions already hold K/V.
 
-        Text is reused only when the row starts with exactly its tokens and pictures. The first row goes on in the text's own
-        cache; a later one copies it, since the first row has written its picture behind the shared part.
+        A row that begins with all of the text goes on in the text's own cache, the first one of them; others copy what they share, since a row
+        writes its own tokens and its picture behind the shared part.
         """
-        text, capacity = self._text, row.gen.image[1]
-        usable = (
-            self.reuse_text
-            and text is not None
-            and len(text.tokens) <= row.prefix_length
-            and row.tokens[: len(text.tokens)] == text.tokens
-            and tuple(f.digest for f in features) == text.features
-        )
-        if not usable:
+        text, capacity, shared = self._text, row.gen.image[1], self._shared_with_text(row, features)
+        if text is None or shared == 0:
             return self._model.new_cache(capacity, "prefill"), 0
-        length = len(text.tokens)
-        if not text.adopted and text.cache.capacity >= capacity:
+        if shared == len(text.tokens) and not text.adopted and text.cache.capacity >= capacity:
             text.adopted = True
-            text.cache.length = length
-            return text.cache, length
+            text.cache.length = shared
+            return text.cache, shared
         cache = self._model.new_cache(capacity, "prefill")
-        cache.copy_prefix(text.cache, length)
-        return cache, length
+        cache.copy_prefix(text.cache, shared)
+        return cache, shared
 
     def _fetch_heads(self, cache: KVCache, row: TokenRow, branches: frozenset[int]) -> KVCache | None:
         """The heads of all needed micro shards side by side; every replica takes part, the branches that need the row keep it."""
@@ -128,3 +139,7 @@ class PrefixStore:
         if whole is not None:
             whole.length = prefix
         return whole
+
+
+def _key(row: TokenRow, features: Sequence[ReferenceFeatures]) -> str:
+    return row.digest() + "".join(f.digest for f in features)

@@ -16,6 +16,7 @@ from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .prefix import PrefixStore
 from .resolution import ResolutionTable
+from .seeds import seeded_generator
 from .sequence import CondImage, build_text_row
 from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens, sample_token
 from .token_row import TokenRow
@@ -60,6 +61,8 @@ class TextResult:
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     text: str
+    answer: str
+    """The text without the token that ended it."""
     cot_text: str | None
     recaption: str | None
     ratio_index: int | None
@@ -108,7 +111,7 @@ class TextGenerator:
         row = prefill_row(self._tokenizer, self._model.config, request, cond_images)
         limit = self._token_limit(request, len(row))
         sampling = request.sampling
-        generator = torch.Generator().manual_seed(sampling.seed)
+        generator = seeded_generator(sampling.seed)
         cache = self._model.new_cache(len(row) + limit + self._picture_room(), "prefill")
         ledger = self._model.comm.ledger
         ledger.note("prefill", row.name())
@@ -169,6 +172,7 @@ class TextGenerator:
             prompt_tokens=row.tokens,
             tokens=tuple(tokens),
             text=self._tokenizer.decode(tokens),
+            answer=self._tokenizer.decode(tokens[:-1] if stopped else tokens).strip(),
             cot_text=cot.cot_text if cot else None,
             recaption=cot.recaption if cot else None,
             ratio_index=rules.ratio_index(tokens[-1]) if wants_ratio else None,

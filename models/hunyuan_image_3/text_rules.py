@@ -226,3 +226,11 @@ def keep_recaption(cot_text: str) -> str:
     """What drop_think leaves: the text from the recaption's opening tag on, or all of it without one."""
     start = cot_text.find("<recaption>")
     return cot_text if start < 0 else cot_text[start:]
+
+
+def close_tags(cot_text: str) -> str:
+    """A cut-off assistant text with the closing tag it lacks, so that it is a complete pair and the image stage can use it."""
+    for opening, closing in (("<think>", "</think>"), ("<recaption>", "</recaption>")):
+        if cot_text.count(opening) > cot_text.count(closing):
+            cot_text += closing
+    return cot_text

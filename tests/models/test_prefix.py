@@ -70,14 +70,36 @@ def test_ulysses_goes_on_in_the_texts_own_cache(eight_ways: Path) -> None:
     run_ranks(body, "hybrid", world_size=4)
 
 
-def test_a_text_of_other_tokens_is_not_reused(eight_ways: Path) -> None:
+def test_rows_share_what_they_begin_with(eight_ways: Path) -> None:
+    """Another prompt shares the tokens up to its first difference, and so does the unconditional row; both give what a full prefill gives."""
+
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        engine = engine_of(eight_ways, plan, comm)
+        engine, plain = engine_of(eight_ways, plan, comm), engine_of(eight_ways, plan, comm, reuse_text=False)
         write_text(engine)
-        assert engine.prefixes.prepare(rows_of(engine, prompt="a lamb").cond, (), frozenset({0})).reused == 0
-        assert engine.prefixes.prepare(rows_of(engine).uncond, (), frozenset({0})).reused == 0
+        whole = rows_of(engine).cond
+        for row in (rows_of(engine, prompt="a lamb").cond, rows_of(engine).uncond, whole, rows_of(engine, prompt="a lark").cond):
+            expected = next(i for i, (a, b) in enumerate(zip((*whole.tokens, -1), row.tokens, strict=False)) if a != b) if row is not whole else None
+            record = engine.prefixes.prepare(row, (), frozenset({0}))
+            fresh = plain.prefixes.prepare(row, (), frozenset({0}))
+            assert fresh.reused == 0
+            assert record.reused == (expected if expected is not None else len(engine.prefixes._text.tokens))
+            got, want = (r.cache.k[:, : row.prefix_length] for r in (record, fresh))
+            assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
     run_ranks(body, "tp", world_size=2)
+
+
+def test_known_tokens_tell_what_prepare_will_reuse(eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        engine = engine_of(eight_ways, plan, comm)
+        row = rows_of(engine).cond
+        assert engine.prefixes.known_tokens(row, ()) == 0
+        write_text(engine)
+        known = engine.prefixes.known_tokens(row, ())
+        assert known == engine.prefixes.prepare(row, (), frozenset({0})).reused > 0
+        assert engine.prefixes.known_tokens(row, ()) == row.prefix_length
+
+    run_ranks(body, "single", world_size=1)
 
 
 def test_only_the_branch_that_needs_a_row_keeps_its_heads(eight_ways: Path) -> None:

@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phase_parallel.models.hunyuan_image_3.config import HunyuanImage3Config
+from phase_parallel.models.hunyuan_image_3.seeds import seeded_generator
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_settings
 from phase_parallel.models.hunyuan_image_3.text_rules import (
     COT_TASKS,
     StageRules,
     TextStageError,
+    close_tags,
     cot_from_tokens,
     keep_recaption,
     sample_token,
@@ -247,3 +249,70 @@ def test_auto_stops_at_the_files_end_tokens(instruct: Model) -> None:
     rules = StageRules(tokenizer, other, "auto", need_ratio=False)
     assert rules.is_stop(3)
     assert not rules.is_stop(tokenizer.special.eos)
+
+
+def expected_probabilities(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """The definition in fp64, token by token: the likeliest `top_k`, then the fewest of them that reach `top_p`."""
+    order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))[:top_k]
+    weights = [float((logits[token].double() / temperature).exp()) for token in order]
+    kept, reached = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if reached >= top_p:
+            break
+        kept.append((token, weight))
+        reached += weight / sum(weights)
+    probabilities = torch.zeros(len(logits), dtype=torch.float64)
+    for token, weight in kept:
+        probabilities[token] = weight / sum(weight for _, weight in kept)
+    return probabilities
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0, "top_k": 12, "top_p": 1.0},
+        {"temperature": 0.6, "top_k": 12, "top_p": 0.95},
+        {"temperature": 1.7, "top_k": 5, "top_p": 0.9},
+    ],
+)
+def test_ten_thousand_draws_follow_the_definition(settings: dict[str, float]) -> None:
+    """Chi-square of the counts; 0.999 quantile by Wilson and Hilferty. Nothing outside the kept tokens is ever drawn."""
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(9)) * 1.5
+    expected = expected_probabilities(logits, **settings)
+    draws = 10_000
+    generator = torch.Generator().manual_seed(11)
+    counts = torch.zeros(12, dtype=torch.float64)
+    for _ in range(draws):
+        counts[sample_token(logits, [0], do_sample=True, generator=generator, **settings)] += 1
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    wanted = expected[possible] * draws
+    statistic = float(((counts[possible] - wanted) ** 2 / wanted).sum())
+    freedom = int(possible.sum()) - 1
+    spread = 2 / (9 * freedom)
+    assert statistic < freedom * (1 - spread + 3.0902 * spread**0.5) ** 3
+
+
+def test_seeds_draw_different_texts_and_the_same_one_twice() -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(9))
+
+    def text(seed: int) -> tuple[int, ...]:
+        generator = seeded_generator(seed)
+        return tuple(sample_token(logits, [0], do_sample=True, generator=generator) for _ in range(40))
+
+    assert len({text(seed) for seed in (0, 1, 42, 2**40)}) == 4
+    assert text(42) == text(42)
+
+
+@pytest.mark.parametrize(
+    ("cut", "closed"),
+    [
+        ("<think>it is", "<think>it is</think>"),
+        ("<think>it is</think>", "<think>it is</think>"),
+        ("<think>a</think><recaption>b", "<think>a</think><recaption>b</recaption>"),
+        ("<recaption>", "<recaption></recaption>"),
+    ],
+)
+def test_cut_text_gets_its_closing_tag(cut: str, closed: str) -> None:
+    assert close_tags(cut) == closed
+    assert close_tags(closed) == closed

@@ -23,8 +23,17 @@ class Calls:
     """Stands for the driver. Answers have the right shapes; `text` is what the text operation answers."""
 
     text: dict[str, Any] = field(
-        default_factory=lambda: {"cot_text": None, "recaption": None, "height": 352, "width": 160}
+        default_factory=lambda: {
+            "cot_text": None,
+            "recaption": None,
+            "height": 352,
+            "width": 160,
+            "truncated": False,
+            "answer": "",
+        }
     )
+    keys: list[str] = field(default_factory=list)
+    """What the encoding of pictures answers."""
     events: list[dict[str, Any]] = field(default_factory=list)
     made: list[tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = field(default_factory=list)
 
@@ -37,6 +46,8 @@ class Calls:
             report(event)
         if name == "generate_text":
             return self.text, {}
+        if name == "encode_references":
+            return {"keys": self.keys or args["expected_keys"]}, {}
         if name == "denoise":
             return {}, {"velocity": torch.zeros_like(tensors["latents"])}
         if name == "sample":

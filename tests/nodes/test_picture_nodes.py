@@ -71,7 +71,7 @@ def test_clip_text_encode_is_told_where_to_go(clip: HunyuanText) -> None:
 
 
 def test_rewrite_outputs(clip: HunyuanText, calls: Any) -> None:
-    calls.text = {"cot_text": "<recaption>x</recaption>", "recaption": "x", "height": 256, "width": 128}
+    calls.text |= {"cot_text": "<recaption>x</recaption>", "recaption": "x", "height": 256, "width": 128}
     answer = HunyuanImage3Rewrite().rewrite(clip, "a cat", "auto ratio")
     assert answer["result"] == ("<recaption>x</recaption>", "x", 128, 256)
     assert answer["ui"]["text"] == ["x"]

@@ -15,6 +15,7 @@ Graph = dict[str, dict[str, Any]]
 WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 SEEDS = ("seed", "noise_seed")
 AFTER_RUN = ("fixed", "increment", "decrement", "randomize")
+ANY_TYPE = "*"
 NOT_EXECUTED = ("Note", "MarkdownNote")
 
 
@@ -67,7 +68,7 @@ def to_api(ui: dict[str, Any], shapes: dict[str, NodeShape]) -> Graph:
             _, source, slot, target, _, kind = links[entry["link"]]
             assert target == node["id"], f"link {entry['link']} does not end at node {node['id']}"
             declared = shape.sockets.get(entry["name"]) or shape.widgets.get(entry["name"])
-            assert kind == declared, f"{node['type']}.{entry['name']} is {declared}, its link is {kind}"
+            assert declared in (kind, ANY_TYPE), f"{node['type']}.{entry['name']} is {declared}, its link is {kind}"
             inputs[entry["name"]] = [str(source), slot]
         graph[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
     return graph
