@@ -17,7 +17,7 @@ from .image_rows import picture_rows
 from .model_socket import engine_of_model
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
-from .references import prepare_references
+from .references import References, prepare_references
 from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import Sampling, TextOutcome, TextWish, run_text_stage
 from .vae_socket import HunyuanVae, engine_of_vae
@@ -150,24 +150,25 @@ class HunyuanImage3Generate:
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
         if outcome.note:
             host_compat.show_text(outcome.note, unique_id)
-        latents = draw(engine, wish, system, outcome, settings, report)
+        references = prepare_references(engine, wish.images, seed=wish.reference_seed)
+        latents = draw(engine, prompt, system, outcome, references, settings, report)
         return vae.decode(latents), outcome.cot_text
 
 
 def draw(
     engine: EngineHandle,
-    wish: TextWish,
+    prompt: str,
     system_prompt: str | None,
     outcome: TextOutcome,
+    references: References,
     settings: DrawSettings,
     report: NodeProgress,
 ) -> torch.Tensor:
     """Unscaled latents [n, C, h, w] of `n` seeds, by one engine run over all steps."""
-    references = prepare_references(engine, wish.images, seed=wish.reference_seed)
     references.encode(node_id=report.node_id, report=report)
     rows = picture_rows(
         engine,
-        prompt=wish.prompt,
+        prompt=prompt,
         system_prompt=system_prompt,
         cot_text=outcome.cot_text,
         height=outcome.height,

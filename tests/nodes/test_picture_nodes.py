@@ -18,6 +18,7 @@ from phase_parallel.nodes.node_latent import EmptyHunyuanImage3Latent, HunyuanIm
 from phase_parallel.nodes.node_noise import HunyuanImage3ReferenceNoise
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
+from phase_parallel.nodes.references import prepare_references
 from phase_parallel.nodes.text_socket import HunyuanText
 from phase_parallel.nodes.text_stage import TextOutcome
 from phase_parallel.nodes.vae_socket import HunyuanVae
@@ -91,7 +92,8 @@ def test_draw_settings_fall_back_to_the_checkpoint(engine: EngineHandle) -> None
 
 def test_draw_sends_both_rows(engine: EngineHandle, calls: Any) -> None:
     settings = DrawSettings(steps=4, guidance=5.0, flow_shift=3.0, seeds=(11, 12))
-    latents = draw(engine, "a tower", None, TextOutcome("", "", 128, 432), settings, NodeProgress(None))
+    references = prepare_references(engine, (), seed=11)
+    latents = draw(engine, "a tower", None, TextOutcome("", "", 128, 432), references, settings, NodeProgress(None))
     assert latents.shape == (2, 16, 8, 27)
     name, args, _ = calls.made[0]
     assert name == "sample"
