@@ -167,7 +167,7 @@ def test_reuse_changes_no_picture(name: str, eight_ways: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 3, -1])
-def test_one_token_off_is_not_reused(position: int, eight_ways: Path) -> None:
+def test_nothing_is_reused_from_a_differing_token_on(position: int, eight_ways: Path) -> None:
     """Exact tokens, wherever the difference is; one token less is still a prefix."""
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
@@ -177,7 +177,9 @@ def test_one_token_off_is_not_reused(position: int, eight_ways: Path) -> None:
         tokens = list(text.tokens)
         tokens[position] += 1
         engine.prefixes._text = replace(text, tokens=tuple(tokens))
-        assert engine.prefixes.prepare(row, (), frozenset({0})).reused == 0
+        record = engine.prefixes.prepare(row, (), frozenset({0}))
+        assert record.reused == position % len(tokens)
+        assert record.cache is not text.cache
         engine.prefixes.clear()
         engine.prefixes._text = replace(text, tokens=text.tokens[:-1])
         assert engine.prefixes.prepare(row, (), frozenset({0})).reused == len(text.tokens) - 1
@@ -185,13 +187,15 @@ def test_one_token_off_is_not_reused(position: int, eight_ways: Path) -> None:
     run_ranks(body, "single", world_size=1)
 
 
-def test_text_that_reaches_into_the_picture_is_not_reused(eight_ways: Path) -> None:
+def test_text_that_reaches_into_the_picture_is_reused_up_to_it(eight_ways: Path) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> None:
         engine = engine_of(eight_ways, plan, comm)
         write_text(engine)
         row, text = rows_of(engine).cond, engine.prefixes._text
         engine.prefixes._text = replace(text, tokens=row.tokens[: row.prefix_length + 1])
-        assert engine.prefixes.prepare(row, (), frozenset({0})).reused == 0
+        record = engine.prefixes.prepare(row, (), frozenset({0}))
+        assert record.reused == row.prefix_length
+        assert record.cache is not text.cache
 
     run_ranks(body, "single", world_size=1)
 

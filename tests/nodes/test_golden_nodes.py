@@ -75,7 +75,9 @@ def run(case: str) -> tuple[RecordingHandle, TextWish, TextOutcome, torch.Tensor
     engine = lone_engine(GOLDEN / "checkpoints" / spec["checkpoint"])
     wish = wish_of(spec, folder)
     outcome = run_text_stage(engine, wish, node_id="1", report=None)
-    latent = draw(engine, wish, outcome, settings_of(spec), Events())
+    references = prepare_references(engine, wish.images, seed=wish.reference_seed)
+    system = wish.custom_system_prompt.strip() or None
+    latent = draw(engine, wish.prompt, system, outcome, references, settings_of(spec), Events())
     return engine, wish, outcome, latent * engine.config.vae.scaling_factor
 
 
