@@ -64,7 +64,10 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
             return run_case(GoldenCase(case, spec, {}), engine)
 
         (got,) = run_ranks(body, "single", world_size=1)
-        save_file({key: (value.byte() if value.dtype == torch.bool else value).contiguous().clone() for key, value in got.items()}, case / "expected.safetensors")
+        save_file(
+            {key: (value.byte() if value.dtype == torch.bool else value).contiguous().clone() for key, value in got.items()},
+            case / "expected.safetensors",
+        )
     return folder
 
 

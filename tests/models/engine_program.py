@@ -27,9 +27,7 @@ HOST, PORT = os.environ["STORE"].split(":")
 PROMPT = "a red kite"
 
 torch.set_num_threads(1)
-cluster = Cluster(
-    JsonStore.tcp(HOST, int(PORT), "engine"), rank=RANK, world_size=WORLD_SIZE, device=torch.device("cpu"), timeout_s=60.0
-)
+cluster = Cluster(JsonStore.tcp(HOST, int(PORT), "engine"), rank=RANK, world_size=WORLD_SIZE, device=torch.device("cpu"), timeout_s=60.0)
 cluster.start()
 engines: dict[str, Engine] = {}
 calls = 0

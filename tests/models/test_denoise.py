@@ -74,7 +74,9 @@ def wanted(eight_ways: Path) -> dict[str, torch.Tensor]:
     ids=" ".join,
 )
 @pytest.mark.parametrize("name", ["single", "hybrid4-ulysses", *CFG_PLANS])
-def test_velocities_come_in_the_order_of_the_rows(name: str, kinds: tuple[str, ...], eight_ways: Path, wanted: dict[str, torch.Tensor]) -> None:
+def test_velocities_come_in_the_order_of_the_rows(
+    name: str, kinds: tuple[str, ...], eight_ways: Path, wanted: dict[str, torch.Tensor]
+) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> torch.Tensor:
         engine = engine_of(eight_ways, plan, comm)
         return engine.velocity(mixed(engine, kinds), latents_of(engine, 2), STEP)
@@ -103,7 +105,9 @@ def test_half_of_the_ranks_compute_one_branch(eight_ways: Path, monkeypatch: pyt
         engine = engine_of(eight_ways, plan, comm)
         rows, seen = mixed(engine, ("c0", "u0")), []
         real = engine.model.denoise
-        engine.denoiser._model = type("Spy", (), {"comm": comm, "denoise": lambda self, blocks, *rest: seen.extend(blocks) or real(blocks, *rest)})()
+        engine.denoiser._model = type(
+            "Spy", (), {"comm": comm, "denoise": lambda self, blocks, *rest: seen.extend(blocks) or real(blocks, *rest)}
+        )()
         engine.velocity(rows, latents_of(engine), STEP)
         return ["cond" if block.row == rows[0].row else "uncond" for block in seen], comm.ledger.counts["cfg_gather"]
 
@@ -208,7 +212,8 @@ class TestDistilled:
         def body(plan: ParallelPlan, comm: Communicator) -> list[torch.Tensor]:
             engine = engine_of(distil, plan, comm)
             return [
-                engine.sample(ImageRequest(rows_of(engine), steps=2, guidance=guidance, flow_shift=3.0, seeds=(1,))) for guidance in (1.0, 2.5, 2.5)
+                engine.sample(ImageRequest(rows_of(engine), steps=2, guidance=guidance, flow_shift=3.0, seeds=(1,)))
+                for guidance in (1.0, 2.5, 2.5)
             ]
 
         low, high, again = run_ranks(body, "single", world_size=1)[0]

@@ -11,10 +11,10 @@ from engines import engine_of
 from specs import ALL_PLANS, EIGHT_WAYS
 from thread_world import run_ranks
 
+from phase_parallel.models.hunyuan_image_3.denoise import DenoiseRow
 from phase_parallel.models.hunyuan_image_3.engine import Engine, ImageRequest, NotFiniteError
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
 from phase_parallel.models.hunyuan_image_3.model import StepInputs
-from phase_parallel.models.hunyuan_image_3.denoise import DenoiseRow
 from phase_parallel.models.hunyuan_image_3.references import draw_noise
 from phase_parallel.models.hunyuan_image_3.sequence import build_image_rows
 from phase_parallel.models.hunyuan_image_3.synthetic import write_checkpoint
@@ -58,7 +58,9 @@ class TestBf16:
             return engine.sample(request_of(engine)), text.ratio_index
 
         wide = run_ranks(
-            lambda plan, comm: (lambda e: e.sample(request_of(e)))(engine_of(folder, plan, comm, options=LoadOptions("fp32"))), "single", world_size=1
+            lambda plan, comm: (lambda e: e.sample(request_of(e)))(engine_of(folder, plan, comm, options=LoadOptions("fp32"))),
+            "single",
+            world_size=1,
         )[0]
         results = run_ranks(body, **ALL_PLANS[name])
         for latent, ratio in results:
@@ -120,18 +122,20 @@ class TestNotFinite:
         engine = alone(eight_ways)
         request = request_of(engine)
         latents = torch.full((1, engine.config.vae.latent_channels, 8, 27), float("nan"))
-        with pytest.raises(NotFiniteError, match=r"^the velocity at timestep 700 holds NaN or infinity, so no picture is made from it; try weight dtype"):
+        with pytest.raises(
+            NotFiniteError, match=r"^the velocity at timestep 700 holds NaN or infinity, so no picture is made from it; try weight dtype"
+        ):
             engine.velocity([DenoiseRow(request.rows.cond, "cond")], latents, StepInputs(700.0))
 
     def test_latent(self, eight_ways: Path) -> None:
         engine = alone(eight_ways)
         noise = torch.full((1, engine.config.vae.latent_channels, 8, 27), float("inf"))
-        with pytest.raises(NotFiniteError, match="^the final latent holds NaN or infinity"):
+        with pytest.raises(NotFiniteError, match=r"^the final latent holds NaN or infinity"):
             engine.sample(request_of(engine, noise=noise))
 
     def test_picture(self, eight_ways: Path) -> None:
         engine = alone(eight_ways)
-        with pytest.raises(NotFiniteError, match="^the decoded picture holds NaN or infinity"):
+        with pytest.raises(NotFiniteError, match=r"^the decoded picture holds NaN or infinity"):
             engine.vae_decode(torch.full((1, engine.config.vae.latent_channels, 2, 2), float("nan")))
 
     def test_one_bad_rank_is_an_error_on_that_rank(self, eight_ways: Path) -> None:
@@ -177,7 +181,14 @@ def test_loading_says_what_is_wrong_before_the_weights_are_read(eight_ways: Path
             (tmp_path / file.name).symlink_to(file)
 
     def body(plan: ParallelPlan, comm: Communicator) -> None:
-        with pytest.raises(ValueError, match="tokenizer.json"):
-            Engine.load(tmp_path, plan, comm, LoadOptions(), device=torch.device("cpu"), progress=lambda done, total: pytest.fail("weights were read"))
+        with pytest.raises(ValueError, match=r"tokenizer.json"):
+            Engine.load(
+                tmp_path,
+                plan,
+                comm,
+                LoadOptions(),
+                device=torch.device("cpu"),
+                progress=lambda done, total: pytest.fail("weights were read"),
+            )
 
     run_ranks(body, "single", world_size=1)

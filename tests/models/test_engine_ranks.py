@@ -46,7 +46,14 @@ def alone(eight_ways: Path) -> torch.Tensor:
         engine = engine_of(eight_ways, plan, comm)
         height, width = engine.table.size(12)
         rows = build_image_rows(
-            engine.tokenizer, engine.config, prompt="a red kite", system_prompt=None, cot_text=None, cond_images=(), height=height, width=width
+            engine.tokenizer,
+            engine.config,
+            prompt="a red kite",
+            system_prompt=None,
+            cot_text=None,
+            cond_images=(),
+            height=height,
+            width=width,
         )
         return engine.sample(ImageRequest(rows, steps=2, guidance=4.0, flow_shift=3.0, seeds=(5,))).flatten()[:8]
 

@@ -9,7 +9,7 @@ import pytest
 
 from phase_parallel.launch.check import PRESETS, CheckOptions, run_on_ranks
 
-EVERYWHERE = ("base_auto_ratio", "base_auto_ratio_fallback", "base_t2i_wide_cfg", "base_t2i_square_odd", "modules_*")
+EVERYWHERE = ("base_*", "modules_*")
 QUICK = ("base_auto_ratio", "base_t2i_wide_cfg")
 
 

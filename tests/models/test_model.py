@@ -29,7 +29,14 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def image_row(engine: Engine) -> TokenRow:
     return build_image_rows(
-        engine.tokenizer, engine.config, prompt="a kite over the sea", system_prompt=None, cot_text=None, cond_images=(), height=128, width=432
+        engine.tokenizer,
+        engine.config,
+        prompt="a kite over the sea",
+        system_prompt=None,
+        cot_text=None,
+        cond_images=(),
+        height=128,
+        width=432,
     ).cond
 
 

@@ -176,9 +176,9 @@ def test_sizes_that_do_not_divide(tmp_path: Path, change: dict, ranks: int, mess
 def test_unknown_and_missing_keys_are_named(small: HunyuanImage3Config) -> None:
     table = sharding_table(small, make_plan("tp", world_size=2), "micro_major")
     keys = set(checkpoint_shapes(small))
-    with pytest.raises(ShardingError, match="has 2 keys that this model does not know, first lora_A.weight, lora_B.weight; "):
+    with pytest.raises(ShardingError, match=r"has 2 keys that this model does not know, first lora_A.weight, lora_B.weight; "):
         table.check_keys(keys | {"lora_B.weight", "lora_A.weight"})
-    with pytest.raises(ShardingError, match="lacks 1 keys that this model needs, first model.ln_f.weight; download the missing"):
+    with pytest.raises(ShardingError, match=r"lacks 1 keys that this model needs, first model.ln_f.weight; download the missing"):
         table.check_keys(keys - {"model.ln_f.weight"})
     with pytest.raises(ShardingError, match=r"lm_head.weight has shape \[96, 64\] but config.json asks for \[192, 64\]"):
         table.check_shape("lm_head.weight", (96, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_every_rank_of_every_plan_writes_the_same(name: str, instruct: Path) -> 
         result = engine_of(instruct, plan, comm).generate_text(REQUEST, trace=seen.append)
         return facts(result), torch.stack(seen)
 
-    (wanted, logits), = run_ranks(body, "single", world_size=1)
+    ((wanted, logits),) = run_ranks(body, "single", world_size=1)
     assert wanted.cot_text == THINK and wanted.recaption == "a dog!" and wanted.ratio_index == 12 and not wanted.truncated
     results = run_ranks(body, **ALL_PLANS[name])
     for result, seen in results:
@@ -84,7 +85,10 @@ class TestLimits:
 
     @pytest.mark.parametrize("limit", [0, -3])
     def test_limit_below_one_is_refused(self, limit: int, instruct: Path) -> None:
-        with pytest.raises(TextStageError, match=rf"^max_new_tokens {limit} after a prompt of \d+ tokens leaves no room in 4096 positions; ask for at least 1"):
+        with pytest.raises(
+            TextStageError,
+            match=rf"^max_new_tokens {limit} after a prompt of \d+ tokens leaves no room in 4096 positions; ask for at least 1",
+        ):
             alone(instruct).generate_text(replace(REQUEST, max_new_tokens=limit))
 
     def test_positions_end_the_text(self, instruct: Path) -> None:
@@ -133,7 +137,7 @@ class TestReports:
         result, _, events = self.run(instruct)
         assert [event["done"] for event in events][-1] == len(result.tokens)
         texts = [event["text"] for event in events]
-        assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
         assert texts[-1] == result.text and result.text.startswith("quick.")
 
     def test_a_stop_ends_it_and_the_next_text_is_whole(self, instruct: Path) -> None:

@@ -41,7 +41,10 @@ def succeed(replies: list[Reply]) -> list:
 def test_without_a_mistake_all_ranks_agree(ranks: RankPool) -> None:
     # Two shards of ones: 1 + 2 * (8 * 4); the vocabulary in logical order.
     assert succeed(ranks.run("layer")) == [[65.0] * 16] * 4
-    assert succeed(ranks.run("layer", phase="decode")) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4] * 4
+    assert (
+        succeed(ranks.run("layer", phase="decode"))
+        == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4 + [4.0] * 4] * 4
+    )
 
 
 @pytest.mark.parametrize("mistake", GUARDS)

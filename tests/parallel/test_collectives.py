@@ -65,7 +65,9 @@ class TestPartial:
         with refused(r"^layers.3.attn.o_proj is .*call row_reduce first$"):
             use(partial())
 
-    @pytest.mark.parametrize("use", [lambda p: 0 + p, lambda p: p * 2, lambda p: sum([p, p]), lambda p: p[0], lambda p: float(p), lambda p: len(p), list])
+    @pytest.mark.parametrize(
+        "use", [lambda p: 0 + p, lambda p: p * 2, lambda p: sum([p, p]), lambda p: p[0], lambda p: float(p), lambda p: len(p), list]
+    )
     def test_python_does_not_take_it_either(self, use: Callable) -> None:
         with pytest.raises(TypeError):
             use(partial())

@@ -155,7 +155,10 @@ def test_defaults() -> None:
         (dict(name="hybrid", world_size=4, storage_tp=4), "leaves one replica, which is plan tp; choose plan tp or a smaller storage_tp"),
         (dict(name="hybrid", world_size=4, storage_tp=0), "storage_tp 2 would fit"),
         (dict(name="tp", world_size=4, storage_tp=2), "keeps the weights in 4 shards, not 2; use plan hybrid for replicas"),
-        (dict(name="tp", world_size=4, denoise="sp"), "denoise sp needs 2 or more replicas but plan tp has 1; choose plan hybrid, or denoise tp"),
+        (
+            dict(name="tp", world_size=4, denoise="sp"),
+            "denoise sp needs 2 or more replicas but plan tp has 1; choose plan hybrid, or denoise tp",
+        ),
         (dict(name="hybrid", world_size=4, denoise="tp"), "denoise tp uses one replica but plan hybrid has 2; choose denoise sp or cfg"),
         (dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg"), "over 2 replicas but there are 4; choose cfg_sp or sp"),
         (dict(name="hybrid", world_size=4, denoise="cfg_sp"), "needs 4, 6 … replicas but there are 2; choose cfg or sp"),
@@ -176,9 +179,11 @@ def test_sizes_that_do_not_divide_name_what_would() -> None:
     sizes = {"num_key_value_heads": 4, "vocab_size": 96}
     make_plan("tp", world_size=4).check_divides(sizes)
     make_plan("hybrid", world_size=4).check_divides(sizes)
-    with pytest.raises(PlanError, match=r"^num_key_value_heads 4 cannot be split over tensor_parallel 8 \(plan hybrid\); choose 1, 2 or 4 ranks$"):
+    with pytest.raises(
+        PlanError, match=r"^num_key_value_heads 4 cannot be split over tensor_parallel 8 \(plan hybrid\); choose 1, 2 or 4 ranks$"
+    ):
         make_plan("hybrid", world_size=8, storage_tp=2).check_divides(sizes)
-    with pytest.raises(PlanError, match="choose 1 rank$"):
+    with pytest.raises(PlanError, match=r"choose 1 rank$"):
         make_plan("tp", world_size=3).check_divides({"vocab_size": 25})
 
 
@@ -214,7 +219,10 @@ class TestChoosePlan:
 
     def test_one_rank(self) -> None:
         assert self.choose(1, 180) == ("single", "single: one rank is running")
-        with pytest.raises(PlanError, match="plan single needs 166.5 GB of weights per rank but the fullest device has 139.0 GB free; free memory, or start more ranks"):
+        with pytest.raises(
+            PlanError,
+            match=r"plan single needs 166.5 GB of weights per rank but the fullest device has 139.0 GB free; free memory, or start",
+        ):
             self.choose(1, 139)
 
     def test_two_replicas_when_they_fit(self) -> None:

@@ -14,7 +14,7 @@ def inside(view: torch.Tensor, parent: torch.Tensor) -> bool:
     same = view.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr()
     start = view.data_ptr() - parent.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) * view.element_size()
-    return same and 0 <= start and start + last < parent.nbytes
+    return same and start >= 0 and start + last < parent.nbytes
 
 
 @pytest.mark.parametrize("role", ["column_parallel", "vocab_parallel"])
@@ -59,7 +59,11 @@ def test_projection_type_follows_the_role() -> None:
 
 def test_micro_products_add_up_to_the_whole() -> None:
     generator = torch.Generator().manual_seed(1)
-    hidden, up, down = torch.randn(5, 3, generator=generator), torch.randn(8, 3, generator=generator), torch.randn(3, 8, generator=generator)
+    hidden, up, down = (
+        torch.randn(5, 3, generator=generator),
+        torch.randn(8, 3, generator=generator),
+        torch.randn(3, 8, generator=generator),
+    )
     first, second = Weight(up, "column_parallel", "up"), Weight(down, "row_parallel", "down")
     whole = project(project(hidden, first), second)._summand
     parts = [project(project(hidden, first.micro(m, 4)), second.micro(m, 4))._summand for m in range(4)]
@@ -73,5 +77,7 @@ def test_untagged_projection_is_refused() -> None:
 
 def test_unreduced_input_is_refused() -> None:
     weight = Weight(torch.ones(3, 3), "column_parallel", "layers.0.mlp.up")
-    with pytest.raises(CollectiveError, match=r"^layers.0.mlp.up got the unreduced product of layers.0.attn.o_proj; call row_reduce first$"):
+    with pytest.raises(
+        CollectiveError, match=r"^layers.0.mlp.up got the unreduced product of layers.0.attn.o_proj; call row_reduce first$"
+    ):
         project(Partial(torch.ones(1, 3), "layers.0.attn.o_proj"), weight)

@@ -92,11 +92,11 @@ def test_every_key_and_every_target_is_declared_once() -> None:
 
 def test_size_that_does_not_divide_names_the_key() -> None:
     table = ShardingTable(make_plan("tp", world_size=4))
-    with pytest.raises(PlanError, match="^w: 6 rows do not divide by 4; choose a plan with fewer ranks$"):
+    with pytest.raises(PlanError, match=r"^w: 6 rows do not divide by 4; choose a plan with fewer ranks$"):
         table.column_parallel("w", (6, 4), "trunk", target="t1")
-    with pytest.raises(PlanError, match="^w: 6 columns do not divide by 4"):
+    with pytest.raises(PlanError, match=r"^w: 6 columns do not divide by 4"):
         table.row_parallel("w", (4, 6), "trunk", target="t2")
-    with pytest.raises(PlanError, match="^w: 2 rows of one half do not divide by 4"):
+    with pytest.raises(PlanError, match=r"^w: 2 rows of one half do not divide by 4"):
         table.gated_column_parallel("w", (4, 6), "trunk", target="t3")
 
 
@@ -116,7 +116,9 @@ def test_wrong_shape_names_both(shape: tuple[int, ...]) -> None:
     table = ShardingTable(make_plan("single", world_size=1))
     table.replicated("a", (3, 2), "trunk")
     table.check_shape("a", [3, 2])
-    with pytest.raises(ShardingError, match=r"^a has shape \[.*\] but config.json asks for \[3, 2\]; config and weights do not belong together$"):
+    with pytest.raises(
+        ShardingError, match=r"^a has shape \[.*\] but config.json asks for \[3, 2\]; config and weights do not belong together$"
+    ):
         table.check_shape("a", shape)
 
 

@@ -55,9 +55,7 @@ ALL_PLANS = {
     "hybrid8-s2-ulysses": dict(name="hybrid", world_size=8, storage_tp=2),
     "hybrid8-s2-kv_gather": dict(name="hybrid", world_size=8, storage_tp=2, attention="kv_gather"),
     "hybrid8-s2-cfg_sp": dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp"),
-    "hybrid8-s2-cfg_sp-kv_gather": dict(
-        name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp", attention="kv_gather"
-    ),
+    "hybrid8-s2-cfg_sp-kv_gather": dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp", attention="kv_gather"),
     "hybrid8-s4-ulysses": dict(name="hybrid", world_size=8, storage_tp=4),
     "hybrid8-s4-kv_gather": dict(name="hybrid", world_size=8, storage_tp=4, attention="kv_gather"),
     "hybrid8-s4-cfg": dict(name="hybrid", world_size=8, storage_tp=4, denoise="cfg"),
