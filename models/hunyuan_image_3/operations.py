@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ...parallel.operations import OperationContext, Tensors, register
-from .denoise import DenoiseRow
+from .denoise import DenoiseRow, StepTrace
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
 from .model import StepInputs
 from .references import PreparedReference
+from .schedule import flow_sigmas
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
 from .text_rules import close_tags
@@ -215,8 +216,12 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
     context.section.start_phase("denoise")
     saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features))
 
-    def show(index: int, step: Any) -> None:
-        context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": step.latent_in.cpu()})
+    sigmas = flow_sigmas(request.steps, request.flow_shift)
+
+    def show(index: int, step: StepTrace) -> None:
+        # What the picture would be if this step's velocity held to the end: clear long before the noisy latent is.
+        expected = step.latent_in - float(sigmas[index]) * step.pred
+        context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": expected.cpu()})
 
     latent = engine.sample(request, check=context.section.check, trace=show)
     return saved, {"latents": engine.unscale(latent)}
