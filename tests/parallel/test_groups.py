@@ -1,0 +1,47 @@
+"""What the groups refuse; that real ranks get the right ones is shown in test_collective_ranks.py and test_section.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from phase_parallel.parallel.groups import ProcessGroups
+from phase_parallel.parallel.plan import make_plan
+
+
+def create(device_type: str = "cpu", **plan: object) -> ProcessGroups:
+    return ProcessGroups.create(make_plan(**plan), store=None, generation=1, device_type=device_type, timeout_s=5.0)
+
+
+def test_world_of_one_has_no_groups() -> None:
+    groups = create(name="single", world_size=1)
+    assert groups.control is None and groups.for_ranks((0,)) is None
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("device_type", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_backend_follows_the_device(device_type: str, backend: str) -> None:
+    assert create(device_type, name="single", world_size=1).backend == backend
+
+
+def test_several_ranks_need_a_store() -> None:
+    with pytest.raises(ValueError, match=r"^plan tp with 4 ranks needs a rendezvous store; start the ranks with the launcher$"):
+        create(name="tp", world_size=4)
+
+
+def test_only_the_plans_own_groups_exist() -> None:
+    groups = ProcessGroups(make_plan("tp", world_size=4), {(0, 1, 2, 3): "everyone"}, None, "gloo")
+    assert groups.for_ranks((2, 0, 3, 1)) == "everyone", "order belongs to the topology, not to the group"
+    assert groups.for_ranks((2,)) is None
+    with pytest.raises(KeyError, match=r"ranks \(0, 2\) form no group of plan tp; groups are made once, at start-up"):
+        groups.for_ranks((0, 2))
+
+
+def test_destroyed_groups_are_not_used() -> None:
+    groups = create(name="single", world_size=1)
+    groups.destroy()
+    groups.destroy()
+    assert not groups.alive
+    for use in (lambda: groups.control, lambda: groups.for_ranks((0,))):
+        with pytest.raises(RuntimeError, match=r"these process groups were destroyed after a fault; open a new section first"):
+            use()
