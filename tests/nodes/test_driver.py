@@ -63,6 +63,10 @@ def launch() -> Iterator[RankPool]:
 
     pool = RankPool(Path(__file__).parent / "driver_program.py", 4, environment)
     pool.ports = ports
+    # The first session makes the process groups, which may outlast the short time limit on a busy machine.
+    for _ in range(4):
+        if prompt(pool, {}).error_type == "":
+            break
     yield pool
     pool.close()
 
