@@ -1,4 +1,4 @@
-"""The command line: `phase-parallel up | demo | status | doctor | check`."""
+"""The command line: `phase-parallel up | demo | status | doctor | check | bench`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..bench.errors import BenchError
 from .errors import LaunchError
 
 
@@ -17,6 +18,10 @@ def main(arguments: list[str] | None = None) -> int:
         from . import check  # reads its own options
 
         return _report_errors(lambda: check.main(words[1:]))
+    if words[:1] == ["bench"]:
+        from ..bench import cli as bench
+
+        return _report_errors(lambda: bench.main(words[1:]))
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []
     if "--" in words:
@@ -32,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _report_errors(command: Callable[[], int]) -> int:
     try:
         return command()
-    except LaunchError as error:
+    except (LaunchError, BenchError) as error:
         print(f"phase-parallel: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -89,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     # Only for the list of commands; `main` hands the words behind it to the command itself.
     commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
+    commands.add_parser("bench", help="measure speed and memory with random weights", add_help=False)
     return parser
 
 

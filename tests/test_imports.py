@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "models": {"models", "kernels", "parallel"},
     "nodes": {"nodes", "models", "kernels", "parallel"},
-    "launch": {"launch", "models", "kernels", "parallel"},
+    "launch": {"launch", "bench", "models", "kernels", "parallel"},
     "bench": {"bench", "models", "kernels", "parallel"},
 }
 PURE = ("parallel/plan.py", "parallel/environment.py", "parallel/ledger.py", "parallel/slicing.py", "models/hunyuan_image_3/keys.py")
@@ -73,7 +73,7 @@ def test_importing_everything_has_no_effect(tmp_path: Path) -> None:
     """No file, no log handler, no path entry, no thread, no socket, no CUDA context."""
     modules = [
         "phase_parallel." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("parallel", "kernels", "models", "launch")
+        for room in ("parallel", "kernels", "models", "launch", "bench")
         for path in files(room)
         if path.name not in ("__init__.py", "rank.py")
     ]
