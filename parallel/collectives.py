@@ -174,12 +174,7 @@ class PhaseView:
 
         On gloo the summands are gathered and added in logical rank order, so that the sum does not depend on a ring's schedule.
         """
-        if not isinstance(partial, Partial):
-            raise CollectiveError(
-                f"row_reduce got a {type(partial).__name__}, not a partial product; a column-parallel or reduced tensor must not be summed again"
-            )
-        summand = partial._summand
-        self._record("row_reduce", partial.site, summand)
+        summand = self._open(partial)
         ranks = self.topology.tp_ranks
         if len(ranks) == 1:
             return summand
@@ -192,11 +187,29 @@ class PhaseView:
             total += chunk
         return total
 
+    def row_reduce_with(self, partial: Partial, reduce: Callable[[torch.Tensor], None]) -> None:
+        """The sum as somebody else's kernel makes it: ``reduce`` gets the summand and must reduce it over the tensor-parallel group."""
+        reduce(self._open(partial))
+
+    def _open(self, partial: Partial) -> torch.Tensor:
+        if not isinstance(partial, Partial):
+            raise CollectiveError(
+                f"row_reduce got a {type(partial).__name__}, not a partial product; a column-parallel or reduced tensor must not be summed again"
+            )
+        self._record("row_reduce", partial.site, partial._summand)
+        return partial._summand
+
     def vocab_gather(self, logits: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:
         """``[T, V/tp]`` on each rank -> ``[T, V]``, vocabulary rows in logical rank order, which the caller states."""
         self._require_order(order, self.topology.tp_ranks, site)
         self._record("vocab_gather", site, logits, order)
         return torch.cat(self.comm.gather(logits.contiguous(), order, site), dim=-1)
+
+    def vocab_gather_into(self, logits: torch.Tensor, out: torch.Tensor, site: str, *, order: tuple[int, ...]) -> None:
+        """``[V/tp]`` on each rank into ``out [V]``, in the logical rank order that the caller states; allocates nothing that outlives a graph."""
+        self._require_order(order, self.topology.tp_ranks, site)
+        self._record("vocab_gather", site, logits, order)
+        torch.cat(self.comm.gather(logits, order, site), out=out)
 
     def seq_to_heads(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Ulysses, first half: ``[T/sp, heads, …]`` -> ``[T, heads/sp, …]``; ``heads`` counts what travels together (KV groups)."""

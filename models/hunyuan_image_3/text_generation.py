@@ -8,20 +8,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ...kernels.next_token import Draw
+from ...kernels.triton_support import why_not
+from ...parallel.collectives import Communicator
+from ..reduction import Reduction, ReductionChoice, choose_reduction
 from .config import HunyuanImage3Config
+from .kv_cache import KVCache
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .prefix import PrefixStore
 from .resolution import ResolutionTable
 from .seeds import seeded_generator
 from .sequence import CondImage, build_text_row
-from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens, sample_token
+from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens
+from .token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, Trace
 from .token_row import TokenRow
 from .tokenizer import HunyuanTokenizer
 
+DecodeChoice = Literal["auto", "eager", "graph"]
 # Ranks agree on the stop word, and the user sees new text, every so many tokens.
 TOKENS_PER_CHECK = 4
 # Special tokens of a picture section around its <img> tokens, at most; room so that denoise can go on in the text's cache.
@@ -90,11 +97,26 @@ def prefill_row(
 class TextGenerator:
     """Runs text requests against one model and leaves their K/V in ``prefixes``."""
 
-    def __init__(self, model: HunyuanImage3Model, tokenizer: HunyuanTokenizer, table: ResolutionTable, prefixes: PrefixStore):
+    def __init__(
+        self,
+        model: HunyuanImage3Model,
+        tokenizer: HunyuanTokenizer,
+        table: ResolutionTable,
+        prefixes: PrefixStore,
+        *,
+        decode: DecodeChoice = "auto",
+        reduction: ReductionChoice = "auto",
+    ):
+        """``decode``: tokens through the host (eager) or on the device (graph); auto takes the device where it can."""
         self._model = model
         self._tokenizer = tokenizer
         self._table = table
         self._prefixes = prefixes
+        self._decode = decode
+        self._reduce = reduction
+        self._connected: Communicator | None = None
+        self._reduction: Reduction | None = None
+        self.reduction_reason = ""
 
     def generate(
         self,
@@ -111,41 +133,42 @@ class TextGenerator:
         row = prefill_row(self._tokenizer, self._model.config, request, cond_images)
         limit = self._token_limit(request, len(row))
         sampling = request.sampling
-        generator = seeded_generator(sampling.seed)
         cache = self._model.new_cache(len(row) + limit + self._picture_room(), "prefill")
+        draw = Draw(sampling.do_sample, sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+        loop = self._loop(cache, TextJob(row.tokens, limit, rules, draw, seeded_generator(sampling.seed)), trace)
         ledger = self._model.comm.ledger
         ledger.note("prefill", row.name())
         check(0, limit)
         began = time.perf_counter()
         hidden = self._model.prefill(row, 0, len(row), cache, features)
-        logits = self._model.next_logits(hidden[-1:], "prefill")[0]
+        loop.start(self._model.next_logits(hidden[-1:], "prefill")[0])
         prefilled = time.perf_counter()
-        tokens: list[int] = []
+        noted = 0
         while True:
-            if trace is not None:
-                trace(logits)
-            token = sample_token(
-                logits,
-                [*row.tokens, *tokens],
-                rules=rules,
-                do_sample=sampling.do_sample,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-                generator=generator,
-            )
-            tokens.append(token)
-            ledger.note("decode", f"token {token}")
-            done = rules.is_stop(token) or len(tokens) == limit
-            if done or len(tokens) % TOKENS_PER_CHECK == 0:
-                check(len(tokens), limit)
-                report({"kind": "tokens", "done": len(tokens), "total": limit, "text": self._tokenizer.decode(tokens)})
-            if done:
+            for token in loop.tokens[noted:]:
+                ledger.note("decode", f"token {token}")
+            noted = len(loop.tokens)
+            check(noted, limit)
+            report({"kind": "tokens", "done": noted, "total": limit, "text": self._tokenizer.decode(list(loop.tokens))})
+            if loop.done:
                 break
-            logits = self._model.decode(token, len(row) + len(tokens) - 1, cache)
+            loop.advance(TOKENS_PER_CHECK)
+        tokens = list(loop.tokens)
         self._prefixes.remember_text([*row.tokens, *tokens[:-1]], features, cache)
         return self._result(request, rules, row, tokens, prefilled - began, time.perf_counter() - prefilled)
+
+    def _loop(self, cache: KVCache, job: TextJob, trace: Trace | None) -> TokenLoop:
+        model = self._model
+        wanted = self._decode if self._decode != "auto" else ("graph" if model.device.type == "cuda" else "eager")
+        reason = why_not(model.device) if wanted == "graph" else None
+        if wanted == "eager" or (reason is not None and self._decode == "auto"):
+            return HostLoop(model, cache, job, trace)
+        if reason is not None:
+            raise TextStageError(f"decode graph cannot run here: {reason}; choose decode auto or eager")
+        if self._connected is not model.comm:
+            self._reduction, self.reduction_reason = choose_reduction(model.comm, model.config.hidden_size, model.dtype, model.device, self._reduce)
+            self._connected = model.comm
+        return DeviceLoop(model, cache, job, self._reduction, trace)
 
     def _token_limit(self, request: TextRequest, prompt: int) -> int:
         if request.task in ("img_ratio", "image"):

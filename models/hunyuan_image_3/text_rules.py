@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from ...kernels.next_token import Draw, RuleTable, draw_eager, penalize_eager
 from .config import HunyuanImage3Config
 from .resolution import BASE_ROWS, SQUARE_INDEX
 from .tokenizer import HunyuanTokenizer
@@ -100,6 +101,16 @@ class StageRules:
             return _only(logits, self._ratio_ids[int(ratio_logits.argmax())])
         return logits
 
+    def table(self) -> RuleTable:
+        """The same rules as numbers, for choosing tokens on the device; before the first `process`."""
+        return RuleTable(
+            transitions=tuple(self._transitions.items()),
+            ratio_after=self._img_size if self._restrict else -1,
+            ratio_tokens=tuple(self._ratio_ids),
+            stops=tuple(sorted(self._stop)),
+            single=self._single,
+        )
+
     def is_stop(self, token: int) -> bool:
         """Whether the text ends with this token, which belongs to it; ratio tasks have only one."""
         return self._single or token in self._stop
@@ -122,6 +133,25 @@ def _only(logits: torch.Tensor, token: int) -> torch.Tensor:
     return forced
 
 
+def draw_uniform(count: int, generator: torch.Generator | None) -> torch.Tensor:
+    """`[count]` fp32 numbers in [0, 1], one for each token; drawn together or one by one they are the same."""
+    return torch.rand(count, dtype=torch.float64, generator=generator).float()
+
+
+def check_draw(draw: Draw) -> None:
+    """Raises TextStageError when a setting lies outside its range."""
+    if draw.repetition_penalty <= 0:
+        raise TextStageError(f"repetition_penalty is {draw.repetition_penalty}; it must be above 0, 1 switches it off.")
+    if not draw.do_sample:
+        return
+    if draw.temperature <= 0:
+        raise TextStageError(f"temperature is {draw.temperature}; it must be above 0, or switch sampling off.")
+    if draw.top_k < 0:
+        raise TextStageError(f"top_k is {draw.top_k}; it must be 0 (off) or more.")
+    if not 0 < draw.top_p <= 1:
+        raise TextStageError(f"top_p is {draw.top_p}; it must be above 0 and at most 1 (off).")
+
+
 def sample_token(
     logits: torch.Tensor,
     tokens: Sequence[int],
@@ -137,58 +167,26 @@ def sample_token(
     """Choose the next token from raw logits `[V]`, fp32: penalty, rules, temperature, top-k, top-p, draw.
 
     `tokens` are the prompt and everything generated so far. `do_sample` false takes the largest logit and
-    ignores temperature, top_k (0 = off) and top_p (1 = off). Draws on the generator's device, so that a CPU
-    generator gives every rank the same token. Raises TextStageError on NaN logits or a setting outside its
-    range.
+    ignores temperature, top_k (0 = off) and top_p (1 = off). Takes one number from a CPU generator for each
+    token, forced or not, so that every rank draws the same. Raises TextStageError on NaN logits or a setting
+    outside its range.
     """
+    draw = Draw(do_sample, temperature, top_k, top_p, repetition_penalty)
+    check_draw(draw)
     if bool(torch.isnan(logits).any()):
-        raise TextStageError(
-            f"The logits of token {len(tokens)} contain NaN; the weights or a kernel are broken, run doctor."
-        )
-    if repetition_penalty <= 0:
-        raise TextStageError(
-            f"repetition_penalty is {repetition_penalty}; it must be above 0, 1 switches it off."
-        )
+        raise nan_error(len(tokens))
     if repetition_penalty != 1.0:
-        logits = _penalize(logits, tokens, repetition_penalty)
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[torch.tensor(sorted(set(tokens)), device=logits.device)] = True
+        logits = penalize_eager(logits, seen, repetition_penalty)
     if rules is not None:
         logits = rules.process(logits, tokens[-1])
-    if not do_sample:
-        return int(logits.argmax())
-    if temperature <= 0:
-        raise TextStageError(f"temperature is {temperature}; it must be above 0, or switch sampling off.")
-    logits = _keep_top_p(_keep_top_k(logits / temperature, top_k), top_p)
-    probabilities = logits.softmax(dim=-1)
-    if generator is not None:
-        probabilities = probabilities.to(generator.device)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    uniform = float(draw_uniform(1, generator)) if do_sample else 0.0
+    return draw_eager(logits, draw, uniform)
 
 
-def _penalize(logits: torch.Tensor, tokens: Sequence[int], penalty: float) -> torch.Tensor:
-    seen = torch.tensor(sorted(set(tokens)), device=logits.device)
-    logits = logits.clone()
-    logits[seen] = torch.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
-    return logits
-
-
-def _keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    if top_k < 0:
-        raise TextStageError(f"top_k is {top_k}; it must be 0 (off) or more.")
-    if top_k == 0 or top_k >= logits.numel():
-        return logits
-    return logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-
-
-def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Drop the tail whose probabilities add up to 1 - top_p at most; the likeliest token always stays."""
-    if not 0 < top_p <= 1:
-        raise TextStageError(f"top_p is {top_p}; it must be above 0 and at most 1 (off).")
-    if top_p == 1:
-        return logits
-    ascending, order = logits.sort()
-    tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-    tail[-1] = False
-    return logits.masked_fill(torch.zeros_like(tail).scatter(0, order, tail), float("-inf"))
+def nan_error(token: int) -> TextStageError:
+    return TextStageError(f"The logits of token {token} contain NaN; the weights or a kernel are broken, run doctor.")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""How a decode step adds up the ranks' summands: through peers' memory in one kernel, or with the process group's all-reduce and a second kernel."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from ..kernels.peer_reduce import MAXIMUM_RANKS, Mailboxes, mailbox_bytes, reduce_residual_norm
+from ..kernels.residual_norm import residual_norm_triton
+from ..parallel.collectives import CollectiveTimeout, Communicator, Partial, PhaseView
+from ..parallel.peer_memory import PeerMemory, PeerMemoryError, open_peer_memory
+
+ReductionChoice = Literal["auto", "peer", "group"]
+SELF_TEST_ROUNDS = 16
+
+
+class Reduction(Protocol):
+    """``residual [H] += sum over the ranks of partial``; ``normed [H]`` = RMSNorm of it with ``weight [H]``."""
+
+    name: str
+
+    def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None: ...
+
+    def check(self) -> None:
+        """Raises when a peer did not come to an earlier reduction. Waits for the device."""
+        ...
+
+
+class GroupReduction:
+    """The process group's all-reduce (none for a group of one), then one kernel."""
+
+    name = "group"
+
+    def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None:
+        residual_norm_triton(view.row_reduce(partial), residual, weight, eps, normed)
+
+    def check(self) -> None:
+        """A process group raises by itself."""
+
+
+class PeerReduction:
+    """One kernel through the mailboxes of the tensor-parallel group."""
+
+    name = "peer memory"
+
+    def __init__(self, memory: PeerMemory, rank: int, *, timeout_s: float):
+        """``rank``: this rank's place among ``memory.addresses``."""
+        self._memory = memory
+        device = memory.addresses.device
+        calls, failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        self._boxes = Mailboxes(memory.addresses, rank, calls, failed)
+        self._timeout_s = timeout_s
+
+    def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None:
+        view.row_reduce_with(
+            partial, lambda summand: reduce_residual_norm(self._boxes, summand, residual, weight, eps, normed, timeout_s=self._timeout_s)
+        )
+
+    def check(self) -> None:
+        if int(self._boxes.failed):
+            raise CollectiveTimeout(f"a peer did not join a reduction of the decode step within {self._timeout_s:.0f} s")
+
+
+def choose_reduction(comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device, choice: ReductionChoice = "auto") -> tuple[Reduction, str]:
+    """Collective over all ranks: the reduction that all of them will use, and why in one sentence.
+
+    ``auto`` opens peers' memory and lets it add known numbers; unless every rank reads the right sum, all use the process group.
+
+    Raises:
+        PeerMemoryError: ``peer`` was asked for and does not work.
+    """
+    ranks = comm.plan.topology("decode").tp_ranks
+    if len(ranks) == 1:
+        return GroupReduction(), "one rank: nothing to reduce"
+    if choice == "group":
+        return GroupReduction(), "process group: chosen"
+    reason, reduction = "", None
+    try:
+        if len(ranks) > MAXIMUM_RANKS:
+            raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
+        memory = open_peer_memory(comm, ranks, mailbox_bytes(len(ranks), hidden, dtype.itemsize), device)
+        reduction = PeerReduction(memory, comm.plan.logical_tp_rank, timeout_s=comm.timeout_s)
+    except PeerMemoryError as error:
+        reason = str(error)
+    # Nobody may write before every block is open, and nobody goes on alone.
+    opened = all(flag == 1 for (flag,) in comm.control_gather([int(reduction is not None)]))
+    right = opened and _self_test(reduction, comm, hidden, dtype, device)
+    if all(flag == 1 for (flag,) in comm.control_gather([int(right)])):
+        return reduction, "peer memory: its sums passed the self-test on all ranks"
+    reason = reason or ("its self-test gave a wrong sum" if opened else "another rank could not open it")
+    if choice == "peer":
+        raise PeerMemoryError(f"peer memory cannot be used: {reason}; choose reduction auto or group")
+    return GroupReduction(), f"process group: peer memory cannot be used, {reason}"
+
+
+def _self_test(reduction: Reduction, comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whole numbers that every format adds exactly; each rank and each round contributes its own."""
+    view, rank, ranks = comm.phase("decode"), comm.plan.logical_tp_rank, comm.plan.world_size
+    column = torch.arange(hidden, device=device) % 7
+    ones, normed = torch.ones(hidden, dtype=dtype, device=device), torch.empty(hidden, dtype=dtype, device=device)
+    good = True
+    for number in range(SELF_TEST_ROUNDS):
+        residual = torch.zeros(hidden, dtype=dtype, device=device)
+        reduction(view, Partial((column + rank + number).to(dtype), "self-test"), residual, ones, 1e-5, normed)
+        want = column * ranks + ranks * (ranks - 1) // 2 + ranks * number
+        good = good and torch.equal(residual, want.to(dtype))
+    try:
+        reduction.check()
+    except CollectiveTimeout:
+        return False
+    return good

@@ -1,0 +1,57 @@
+"""The fused all-reduce between several mailboxes of one GPU: one stream plays one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phase_parallel.kernels.peer_reduce import Mailboxes, mailbox_bytes, reduce_residual_norm, reduce_residual_norm_eager
+
+EPS = 1e-5
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="peers' memory needs a CUDA device")
+
+
+def make(ranks: int, hidden: int, dtype: torch.dtype) -> list[Mailboxes]:
+    size = mailbox_bytes(ranks, hidden, dtype.itemsize)
+    memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
+    addresses = torch.tensor([box.data_ptr() for box in memory], dtype=torch.int64, device="cuda")
+    addresses.keep = memory  # the mailboxes live as long as their addresses
+
+    def zero() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    return [Mailboxes(addresses, rank, zero(), zero()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("ranks", "hidden"), [(1, 64), (2, 100), (3, 4096), (4, 4096), (8, 512)])
+def test_sum_of_many_calls(ranks: int, hidden: int, dtype: torch.dtype) -> None:
+    boxes = make(ranks, hidden, dtype)
+    weight = torch.randn(hidden, device="cuda").to(dtype)
+    start = torch.randn(hidden, device="cuda").to(dtype)
+    residuals = [start.clone() for _ in range(ranks)]
+    normed = [torch.full_like(start, float("nan")) for _ in range(ranks)]
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    want = start.clone()
+    for _ in range(50):
+        summands = torch.randn(ranks, hidden, device="cuda").to(dtype)
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                reduce_residual_norm(boxes[rank], summands[rank], residuals[rank], weight, EPS, normed[rank], timeout_s=20)
+        torch.cuda.synchronize()
+        want, want_normed = reduce_residual_norm_eager(summands, want, weight, EPS)
+        for rank in range(ranks):
+            assert torch.equal(residuals[rank], want), f"rank {rank}"
+            assert torch.equal(normed[rank], normed[0]), "all ranks hold the same bits"
+            difference = (normed[rank].float() - want_normed.float()).norm() / want_normed.float().norm()
+            assert difference < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert all(int(box.failed) == 0 for box in boxes)
+
+
+def test_a_peer_that_does_not_come_is_told() -> None:
+    box = make(2, 64, torch.float32)[0]
+    x = torch.randn(64, device="cuda")
+    reduce_residual_norm(box, x, x.clone(), x, EPS, torch.empty_like(x), timeout_s=0.2)
+    torch.cuda.synchronize()
+    assert int(box.failed) == 1
