@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import host_compat
-from .conditioning import RowConditioning
+from .conditioning import ConditioningError, RowConditioning, no_second_branch
 from .engine_handle import EngineHandle
 
 
@@ -64,11 +64,16 @@ class DenoiseCall(torch.nn.Module):
         row = self.rows.get(handle)
         assert row is not None, f"row handle {handle} was never registered with this model"
         if row.kind == "no_uncond":
-            raise ValueError(
-                f"{row.engine.name} is distilled and has no unconditional branch; set cfg to 1.0 "
-                "and use HunyuanImage-3.0 Guidance for its strength."
-            )
+            raise ValueError(no_uncond_text(row))
         return row
+
+
+def no_uncond_text(row: RowConditioning) -> str:
+    """What to do where a sampler asks for the second branch of a distilled checkpoint."""
+    return (
+        f"{row.engine.name} is distilled and has no unconditional branch; set cfg to 1.0 "
+        "and use HunyuanImage-3.0 Guidance for its strength."
+    )
 
 
 def _show(node_id: str | None) -> Callable[[dict[str, Any]], None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..models.hunyuan_image_3.operations import text_request
 from ..models.hunyuan_image_3.text_generation import prefill_row
-from . import inputs
+from . import host_compat, inputs
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
 from .references import prepare_references
@@ -86,4 +86,5 @@ class HunyuanImage3Ask:
         shown = answer
         if result["truncated"]:
             shown += f"\n(The answer reached max_new_tokens ({max_new_tokens}) before its end.)"
+        host_compat.show_text(shown, unique_id)
         return {"ui": {"text": [shown]}, "result": (answer,)}

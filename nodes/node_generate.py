@@ -148,8 +148,7 @@ class HunyuanImage3Generate:
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
         system = system_prompt_text(engine, system_prompt, custom_system_prompt, "image")
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
-        if outcome.note:
-            host_compat.show_text(outcome.note, unique_id)
+        report.keep(outcome.note)
         references = prepare_references(engine, wish.images, seed=wish.reference_seed)
         latents = draw(engine, prompt, system, outcome, references, settings, report)
         return vae.decode(latents), outcome.cot_text

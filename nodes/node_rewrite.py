@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import inputs, size_choices
+from . import host_compat, inputs, size_choices
 from .progress import NodeProgress
 from .prompts import CHECKPOINT_DEFAULT
 from .text_socket import HunyuanText, engine_of_clip
@@ -95,6 +95,7 @@ class HunyuanImage3Rewrite:
         line = outcome.recaption or f"{outcome.width} x {outcome.height}"
         if outcome.note:
             line = f"{outcome.note}\n{line}"
+        host_compat.show_text(line, unique_id)
         return {
             "ui": {"text": [line]},
             "result": (outcome.cot_text, outcome.recaption, outcome.width, outcome.height),
