@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import host_compat
-from .conditioning import ConditioningError, RowConditioning, no_second_branch
+from .conditioning import RowConditioning
 from .engine_handle import EngineHandle
 
 
@@ -57,7 +57,7 @@ class DenoiseCall(torch.nn.Module):
             "guidance": guidance.pop(),
         }
         node_id = host_compat.running_node_id()
-        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=_show(node_id))
+        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=show_words(node_id))
         return tensors["velocity"].to(x.device)
 
     def _row(self, handle: int) -> RowConditioning:
@@ -76,7 +76,7 @@ def no_uncond_text(row: RowConditioning) -> str:
     )
 
 
-def _show(node_id: str | None) -> Callable[[dict[str, Any]], None]:
+def show_words(node_id: str | None) -> Callable[[dict[str, Any]], None]:
     """Shows what an engine says in words; the sampler owns the progress bar."""
 
     def show(event: dict[str, Any]) -> None:
