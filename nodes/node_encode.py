@@ -12,6 +12,7 @@ from . import host_compat, inputs
 from .image_rows import build_conditionings
 from .node_latent import empty_latent
 from .node_noise import REFERENCE_SHAPES
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, check_prompt, system_prompt_text
 from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
@@ -19,7 +20,7 @@ from .text_stage import size_note
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
-class HunyuanImage3Encode:
+class HunyuanImage3Encode(ReadsSystemPrompt):
     DESCRIPTION = (
         "Prepares a prompt for the samplers. The picture size is part of what the model reads, so the node "
         "also gives the latent of that "

@@ -16,6 +16,7 @@ from .engine_handle import EngineHandle
 from .image_rows import picture_rows
 from .model_socket import engine_of_model
 from .progress import NodeProgress
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
 from .references import References, prepare_references
 from .text_socket import HunyuanText, engine_of_clip
@@ -53,7 +54,7 @@ class DrawSettings:
         )
 
 
-class HunyuanImage3Generate:
+class HunyuanImage3Generate(ReadsSystemPrompt):
     DESCRIPTION = (
         "Everything in one node: the model chooses the proportions or writes its text, draws with the "
         "official sampling loop, and decodes. "

@@ -8,12 +8,13 @@ from typing import Any
 
 from . import host_compat, inputs, size_choices
 from .progress import NodeProgress
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT
 from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import Sampling, TextWish, run_text_stage
 
 
-class HunyuanImage3Rewrite:
+class HunyuanImage3Rewrite(ReadsSystemPrompt):
     DESCRIPTION = (
         "Lets the model prepare its own picture: choose the proportions ('auto ratio') and, with Instruct "
         "checkpoints, think and rewrite the "

@@ -109,6 +109,14 @@ def size_note(asked: tuple[int, int] | None, drawn: tuple[int, int]) -> str:
     return f"{asked[1]}x{asked[0]} is not a size of this model; the nearest one is drawn: {drawn[1]}x{drawn[0]}."
 
 
+def cut_note(engine: EngineHandle, what: str, max_new_tokens: int, result: dict[str, Any]) -> str:
+    """Which limit ended a text that was not finished, and what to do. `result` is that of the text operation."""
+    if len(result["tokens"]) >= max_new_tokens:
+        return f"{what} reached max_new_tokens ({max_new_tokens}) before its end; raise it for the whole text."
+    positions = engine.config.max_position_embeddings
+    return f"{what} filled the model's {positions} positions before its end; shorten the prompt or use fewer images."
+
+
 def explicit_size(wish: TextWish) -> tuple[int, int] | None:
     """(height, width) that the widgets ask for, or None for "auto"."""
     if wish.size == size_choices.AUTO:
@@ -161,9 +169,6 @@ def _write(
     drawn = (int(result["height"]), int(result["width"]))
     notes = [size_note(size, drawn)]
     if result["truncated"]:
-        notes.append(
-            f"The text reached max_new_tokens ({wish.max_new_tokens}) before its end; its tags were closed so that it can be used. "
-            "Raise max_new_tokens for the whole text."
-        )
+        notes.append(cut_note(engine, "The text", wish.max_new_tokens, result) + " Its tags were closed so that it can be used.")
     note = " ".join(text for text in notes if text)
     return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note)
