@@ -49,7 +49,7 @@ def test_unedited_text_is_the_same_row_as_no_detour(
     engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], with_picture: bool
 ) -> None:
     """The row that Encode makes begins with the very tokens that the model read and wrote; only an edit leaves them."""
-    image = torch.rand(1, 30, 40, 3) if with_picture else None
+    image = torch.rand(1, 40, 60, 3) if with_picture else None
     answer = HunyuanImage3Rewrite().rewrite(
         HunyuanText(engine), PROMPT, "think + recaption", do_sample="greedy", max_new_tokens=64, image1=image
     )
