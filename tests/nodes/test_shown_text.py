@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lone_engine import RecordingHandle, lone_engine
+import torch
+from lone_engine import Events, RecordingHandle, lone_engine
 
 from phase_parallel.nodes import host_compat, node_ask, node_rewrite
+from phase_parallel.nodes.image_rows import build_conditionings
 from phase_parallel.nodes.node_ask import HunyuanImage3Ask
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
+from phase_parallel.nodes.references import prepare_references
 from phase_parallel.nodes.text_socket import HunyuanText
+from phase_parallel.nodes.text_stage import Sampling, TextWish, run_text_stage
+
+WISH = TextWish("a dog runs", "think + recaption", "None", "", "width x height", 256, 256, 64, 0, Sampling("greedy"))
 
 
 class SilentProgress(NodeProgress):
@@ -55,3 +61,29 @@ def test_answer_stays_on_the_node_that_was_asked(engine: RecordingHandle, shown:
     answer = HunyuanImage3Ask().ask(HunyuanText(engine), "what is it", do_sample="greedy", max_new_tokens=4, unique_id="5")
     assert shown == [(answer["ui"]["text"][0], "5")]
     assert shown[0][0].startswith(answer["result"][0])
+
+
+def test_saving_is_that_of_the_users_text_wherever_its_row_stands(engine: RecordingHandle) -> None:
+    cot_text = run_text_stage(engine, WISH, node_id="1", report=None).cot_text
+    edited = cot_text.replace("dog", "cat")
+
+    def told(text: str) -> list[str]:
+        rows = build_conditionings(engine, prompt=WISH.prompt, system_prompt=None, cot_text=text, height=256, width=256)
+        sent = [{"kind": row.kind, "row": row.row.to_json(), "references": []} for row in reversed(rows)]
+        events = Events()
+        latents = torch.zeros(2, engine.config.vae.latent_channels, 16, 16)
+        args = {"rows": sent, "sigma": 1.0, "sigma_next": 0.9, "guidance": None}
+        engine.call("denoise", args, {"latents": latents}, node_id="1", report=events)
+        return events.texts("prefix")
+
+    assert len(told(cot_text)) == len(told(edited)) == 1, "the unconditional rows of both texts are equal"
+    assert told(edited) == [], "a row that is kept whole needs no words"
+
+
+def test_pictures_are_said_once_when_they_are_encoded(engine: RecordingHandle) -> None:
+    references = prepare_references(engine, (torch.rand(1, 40, 60, 3), torch.rand(1, 70, 60, 3)), seed=1)
+    first, second = Events(), Events()
+    references.encode(node_id="1", report=first)
+    references.encode(node_id="1", report=second)
+    assert first.texts("references") == ["2 reference pictures encoded"]
+    assert second.seen == []
