@@ -16,7 +16,7 @@ from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, check_prompt, system_prompt_text
 from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import size_note
+from .text_stage import picture_task, size_note
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
@@ -86,7 +86,7 @@ class HunyuanImage3Encode(ReadsSystemPrompt):
         positive, negative = build_conditionings(
             engine,
             prompt=prompt,
-            system_prompt=system_prompt_text(engine, system_prompt, custom_system_prompt, "image"),
+            system_prompt=system_prompt_text(engine, system_prompt, custom_system_prompt, picture_task("off", cot_text)),
             cot_text=cot_text,
             height=height,
             width=width,

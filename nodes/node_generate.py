@@ -20,7 +20,7 @@ from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
 from .references import References, prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import Sampling, TextOutcome, TextWish, run_text_stage
+from .text_stage import Sampling, TextOutcome, TextWish, picture_task, run_text_stage
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
@@ -129,7 +129,7 @@ class HunyuanImage3Generate(ReadsSystemPrompt):
         check_cot_text(engine, cot_text)
         wish = TextWish(
             prompt=prompt,
-            task="auto ratio" if cot_text and task != "off" else task,
+            task=task,
             system_prompt=system_prompt,
             custom_system_prompt=custom_system_prompt,
             size=size,
@@ -147,7 +147,7 @@ class HunyuanImage3Generate(ReadsSystemPrompt):
         )
         report = NodeProgress(unique_id, engine.preview)
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
-        system = system_prompt_text(engine, system_prompt, custom_system_prompt, "image")
+        system = system_prompt_text(engine, system_prompt, custom_system_prompt, picture_task(task, cot_text))
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
         report.keep(outcome.note)
         references = prepare_references(engine, wish.images, seed=wish.reference_seed)

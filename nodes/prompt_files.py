@@ -50,7 +50,7 @@ def fingerprint(choice: str | None) -> str:
 
 
 class ReadsSystemPrompt:
-    """For nodes with a system_prompt widget: a changed file runs the node again, one that cannot be used is refused before anything runs."""
+    """For nodes with a system_prompt widget: a changed file runs it again, one that cannot be used is refused before a run."""
 
     @classmethod
     def IS_CHANGED(cls, system_prompt: str | None = "", **others: Any) -> str:

@@ -93,5 +93,5 @@ def _one_picture(name: str, image: Any) -> torch.Tensor:
     # One copy of a huge picture, not one for each operation.
     levels = image[0].to("cpu", torch.float32, copy=True).clamp_(0, 1).mul_(255).round_()
     if bool(torch.isnan(levels).any()):
-        raise ValueError(f"{name} has pixels that are not numbers (NaN): a node before it failed; repair that node or connect another image.")
+        raise ValueError(f"{name} has pixels that are not numbers (NaN): a node before it failed; repair it or connect another image.")
     return levels.to(torch.uint8)

@@ -1,4 +1,4 @@
-"""A long prefix of pictures and text: no tensor grows with the square of its length, and none has a place for every expert of every choice."""
+"""A long prefix of pictures and text: no tensor grows with the square of its length or has a place for every expert of every choice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SQUARE = 16  # row of the size table
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest tensor that any operation made, in bytes and in elements. A view of an operand (a layer's weights, say) is nothing new."""
+    """The largest tensor that any operation made, in bytes and in elements. A view of an operand (say, of weights) is nothing new."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +100,14 @@ def test_memory_of_three_pictures_and_two_thousand_tokens_is_linear(tmp_path: Pa
     # A bool mask over all pairs, or a dispatch of tokens x experts x capacity (at least length² x top-k elements), would be larger.
     assert large.nbytes < large.length**2, "not even one byte per pair of tokens"
     assert large.nbytes / small.nbytes < 1.2 * large.length / small.length
-    print(f"prefix of {small.length} tokens: largest tensor {small.nbytes / 1e6:.1f} MB; of {large.length} tokens: {large.nbytes / 1e6:.1f} MB")
+    for peak in (small, large):
+        print(f"prefix of {peak.length} tokens: largest tensor {peak.nbytes / 1e6:.1f} MB")
 
 
 @pytest.mark.parametrize("path", MOE_PATHS)
 def test_no_tensor_has_a_place_for_every_expert_of_every_choice(path: MoePath, tmp_path: Path) -> None:
-    """The router's logits are tokens x experts, a causal mask is rows x tokens for a bounded number of rows. A one-hot dispatch is top-k times
-    the former, one with a place for every token and expert is far more."""
+    """The router's logits are tokens x experts, a causal mask is rows x tokens for a bounded number of rows. A one-hot dispatch is top-k
+    times the former, one with a place for every token and expert is far more."""
     spec = replace(SPEC, experts=256, expert_width=8)
     (peak,) = measure(tmp_path / "checkpoint", spec, [(1, 400)], LoadOptions(moe_path=path))
     allowed = max(spec.experts, spec.topk * spec.hidden, CAUSAL_ROWS)  # per token

@@ -10,13 +10,14 @@ import pytest
 import torch
 from lone_engine import RecordingHandle, lone_engine
 
+from phase_parallel.models.hunyuan_image_3.system_prompts import resolve_system_prompt
 from phase_parallel.nodes import node_rewrite
 from phase_parallel.nodes.node_encode import HunyuanImage3Encode
 from phase_parallel.nodes.node_generate import HunyuanImage3Generate
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
 from phase_parallel.nodes.text_socket import HunyuanText
-from phase_parallel.nodes.text_stage import cut_note
+from phase_parallel.nodes.text_stage import Sampling, TextWish, cut_note, run_text_stage
 from phase_parallel.nodes.vae_socket import HunyuanVae
 
 PROMPT, WHOLE = "a dog runs", "<think>quick.</think><recaption>a dog!</recaption>"
@@ -61,6 +62,34 @@ def test_unedited_text_is_the_same_row_as_no_detour(
     assert tokens(cot_text, height, width, image1=image)[: len(written)] == written
     edited = tokens(cot_text.replace("dog", "cat"), height, width, image1=image)
     assert edited[: len(written)] != written and edited[: len(text["prompt_tokens"])] == written[: len(text["prompt_tokens"])]
+
+
+@pytest.mark.parametrize(
+    ("task", "official"),
+    [("auto ratio", "en_vanilla"), ("recaption", "en_recaption"), ("think", "en_think_recaption"), ("think + recaption", "custom")],
+)
+def test_dynamic_instruction_is_the_same_for_text_and_picture(
+    engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], task: str, official: str
+) -> None:
+    """The official program chooses it once, by the task; another one for the picture would also undo the reuse of what was read."""
+    mine = {"custom_system_prompt": "Mine."}
+    wanted = resolve_system_prompt(engine.folder, official, kind="instruct", task="image", custom="Mine.")
+    answer = HunyuanImage3Rewrite().rewrite(
+        HunyuanText(engine), PROMPT, task, size="auto", do_sample="greedy", max_new_tokens=64, system_prompt="dynamic", **mine
+    )
+    cot_text, _, width, height = answer["result"]
+    (_, args, _) = next(made for made in engine.made if made[0] == "generate_text")
+    assert args["system_prompt"] == wanted
+    row = tokens(cot_text, height, width, system_prompt="dynamic", **mine)
+    assert row == tokens(cot_text, height, width, system_prompt="custom", custom_system_prompt=wanted)
+
+
+def test_given_text_is_not_written_again(engine: RecordingHandle) -> None:
+    text = "<recaption>a cat</recaption>"
+    wish = TextWish(PROMPT, "recaption", "dynamic", "", "auto", 1024, 1024, 8, 0, Sampling("greedy"), cot_text=text)
+    assert run_text_stage(engine, wish, node_id="1", report=None).cot_text == text
+    (made,) = engine.made
+    assert made[1]["task"] == "img_ratio" and made[1]["system_prompt"] == "Describe the picture, then draw it."
 
 
 @pytest.mark.parametrize(

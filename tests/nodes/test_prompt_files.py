@@ -110,8 +110,9 @@ def test_an_absolute_path_is_refused(folder: Path, engine: EngineHandle) -> None
 
 
 def test_the_other_choices_stay_valid(folder: Path) -> None:
+    known = ("checkpoint default", "None", "en_unified", "custom", MINE)
     for node in NODES:
-        assert all(node.VALIDATE_INPUTS(system_prompt=choice) is True for choice in ("checkpoint default", "None", "en_unified", "custom", MINE))
+        assert all(node.VALIDATE_INPUTS(system_prompt=choice) is True for choice in known)
         assert node.VALIDATE_INPUTS(system_prompt=None) is True, "a wire: nothing is known yet"
         assert "does not exist; choose one of" in node.VALIDATE_INPUTS(system_prompt="en_mystery")
 
