@@ -27,6 +27,7 @@ class HunyuanImage3Ask(ReadsSystemPrompt):
     RETURN_NAMES = ("answer",)
     OUTPUT_TOOLTIPS = ("The model's answer.",)
     FUNCTION = "ask"
+    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

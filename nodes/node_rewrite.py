@@ -30,6 +30,7 @@ class HunyuanImage3Rewrite(ReadsSystemPrompt):
         "Height of the picture in pixels.",
     )
     FUNCTION = "rewrite"
+    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:

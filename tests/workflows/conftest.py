@@ -35,7 +35,7 @@ def user(launch: Launch) -> User:
     return User(launch)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def needs_flow(user: User) -> None:
     """Only a host with flow sampling can run the graphs with stock samplers."""
     if "ModelSamplingSD3" not in user.node_names:

@@ -36,7 +36,7 @@ def edit_graph(user: User, cot_text: str | None = None) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def wired(user: User) -> tuple[np.ndarray, Run]:
+def wired(user: User, needs_flow: None) -> tuple[np.ndarray, Run]:
     """Text wired straight into Encode, in a fresh engine."""
     picture, _, run = user.draw(edit_graph(user))
     return picture, run

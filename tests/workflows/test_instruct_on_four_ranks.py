@@ -72,7 +72,8 @@ def test_edit_of_one_picture_gives_the_golden_text(user: User) -> None:
         {
             "PrimitiveStringMultiline": {"value": spec["prompt"]},
             "HunyuanImage3Rewrite": {
-                **GREEDY, **system, "task": "recaption", "size": "width x height", "width": 384, "height": 144, "reference_seed": spec["seed"],
+                **GREEDY, **system, "task": "recaption", "size": "width x height", "width": 384, "height": 144,
+                "reference_seed": spec["seed"],
             },
             "HunyuanImage3Encode": {**system, "reference_seed": spec["seed"]},
             "KSampler": {"steps": 2, "seed": 5},
@@ -127,9 +128,8 @@ def test_three_pictures_are_seen_by_text_and_drawing(user: User, small_instruct:
 
 def test_question_about_a_picture(user: User, small_instruct: Path) -> None:
     picture = pixels(7)
-    graph = graph_of(
-        "image_question", SMALL, {"HunyuanImage3Ask": {**system_prompt(None), "do_sample": "greedy", "max_new_tokens": 12}}
-    )
+    changes = {"HunyuanImage3Ask": {**system_prompt(None), "do_sample": "greedy", "max_new_tokens": 12}}
+    graph = graph_of("image_question", SMALL, changes)
     load_images(user, graph, [png(picture)])
     run = user.run(graph)
     question = graph[node_of(graph, "HunyuanImage3Ask")]["inputs"]["question"]
@@ -137,7 +137,6 @@ def test_question_about_a_picture(user: User, small_instruct: Path) -> None:
     shown = user.shown(graph, run, "HunyuanImage3Ask")
     assert shown.startswith(answer) and "reached max_new_tokens (12)" in shown
     if user.sees_text:
-        assert user.shown(graph, run, "PreviewAny") == answer
         *live, last = run.texts["HunyuanImage3Ask"]
         assert last == shown and any(text and answer.startswith(text.strip()) for text in live)
 

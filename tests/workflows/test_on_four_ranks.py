@@ -48,8 +48,9 @@ def test_saving_again_does_not_draw_again(user: User) -> None:
     graph = generate_graph()
     user.run(graph)
     graph["3"]["inputs"]["filename_prefix"] = "again"
-    picture, _, run = user.draw(graph)
+    run = user.run(graph)
     assert {"HunyuanImage3Loader", "HunyuanImage3Generate"} <= set(run.cached)
+    picture, _ = user.client.picture(run)
     assert distance(picture, golden_picture()) <= LEVELS
 
 
@@ -87,6 +88,7 @@ def test_editor_finds_help_templates_and_translations(user: User) -> None:
     page = user.client.page(f"/extensions/{pack}/docs/HunyuanImage3Encode.md")
     assert page is not None and page.startswith("# HunyuanImage-3.0 Encode")
     assert "编码" in (user.client.page(f"/extensions/{pack}/docs/HunyuanImage3Encode/zh.md") or "")
+    assert "onExecuted" in (user.client.page(f"/extensions/{pack}/show_text.js") or "")
     templates = user.client.page("/workflow_templates")
     if templates is None:
         return  # the host of March 2024 has neither templates nor translations
