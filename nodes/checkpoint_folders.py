@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..models.hunyuan_image_3.system_prompts import OFFICIAL_FILE
 from ..parallel.environment import MODEL_DIRS
 from . import host_compat
 
@@ -68,5 +69,6 @@ def checkpoint_folder(name: str) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes when the checkpoint's small files are replaced, so that a cached loader runs again."""
-    return ",".join(f"{name}:{(folder / name).stat().st_mtime_ns}" for name in REQUIRED_FILES)
+    """Changes when the checkpoint's small files are replaced, so that a cached loader runs again and the nodes behind it."""
+    present = [name for name in (*REQUIRED_FILES, OFFICIAL_FILE) if (folder / name).is_file()]
+    return ",".join(f"{name}:{(folder / name).stat().st_mtime_ns}" for name in present)

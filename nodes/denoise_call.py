@@ -57,21 +57,26 @@ class DenoiseCall(torch.nn.Module):
             "guidance": guidance.pop(),
         }
         node_id = host_compat.running_node_id()
-        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=_show(node_id))
+        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=show_words(node_id))
         return tensors["velocity"].to(x.device)
 
     def _row(self, handle: int) -> RowConditioning:
         row = self.rows.get(handle)
         assert row is not None, f"row handle {handle} was never registered with this model"
         if row.kind == "no_uncond":
-            raise ValueError(
-                f"{row.engine.name} is distilled and has no unconditional branch; set cfg to 1.0 "
-                "and use HunyuanImage-3.0 Guidance for its strength."
-            )
+            raise ValueError(no_uncond_text(row))
         return row
 
 
-def _show(node_id: str | None) -> Callable[[dict[str, Any]], None]:
+def no_uncond_text(row: RowConditioning) -> str:
+    """What to do where a sampler asks for the second branch of a distilled checkpoint."""
+    return (
+        f"{row.engine.name} is distilled and has no unconditional branch; set cfg to 1.0 "
+        "and use HunyuanImage-3.0 Guidance for its strength."
+    )
+
+
+def show_words(node_id: str | None) -> Callable[[dict[str, Any]], None]:
     """Shows what an engine says in words; the sampler owns the progress bar."""
 
     def show(event: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from . import host_compat
 from .conditioning import RowConditioning, check_branch, check_latent, check_pair, find_row
-from .denoise_call import DenoiseCall
+from .denoise_call import DenoiseCall, no_uncond_text, show_words
 from .engine_handle import EngineHandle
 from .latent_preview import PreviewFactors
 
@@ -130,13 +130,18 @@ def check_sampling(
             check_branch(row, patcher.model.engine, where=where)
             check_latent(tuple(noise.shape), row)
     positive = branches.get("positive", [])
-    check_pair(positive, branches.get("negative", []))
+    negative = branches.get("negative", [])
+    check_pair(positive, negative)
+    # With cfg 1 ComfyUI does not run the negative; a guider without a cfg of its own is stopped when it does.
+    if negative and negative[0].kind == "no_uncond" and getattr(guider, "cfg", 1.0) != 1.0:
+        raise ValueError(no_uncond_text(negative[0]))
+    node_id = host_compat.running_node_id()
     for references in {id(row.references): row.references for rows in branches.values() for row in rows}.values():
         if references is not None:
-            references.encode(node_id=host_compat.running_node_id())
+            references.encode(node_id=node_id, report=show_words(node_id))
     if positive:
         drawn = {"seed": seed, "steps": len(sigmas) - 1, "cfg": getattr(guider, "cfg", None)}
-        host_compat.annotate({**positive[0].summary, **drawn}, host_compat.running_node_id())
+        host_compat.annotate({**positive[0].summary, **drawn}, node_id)
     return executor(noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **newer)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def model_folders(name: str) -> list[str]:
     """Folders of a model type; none in a process without a ComfyUI, such as a test."""
     host = sys.modules.get("folder_paths")
     return host.get_folder_paths(name) if host else []
+
+
+def input_folder() -> Path | None:
+    """ComfyUI's input folder; None in a process without a ComfyUI, such as a test."""
+    host = sys.modules.get("folder_paths")
+    return Path(host.get_input_directory()) if host else None
 
 
 def compute_device() -> torch.device:

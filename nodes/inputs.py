@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import size_choices
+from . import prompt_files, size_choices
 from .prompts import CHECKPOINT_DEFAULT, SYSTEM_PROMPT_CHOICES
 
 Widget = tuple[Any, dict[str, Any]]
@@ -60,13 +60,13 @@ def question() -> Widget:
 
 def system_prompt() -> Widget:
     return (
-        list(SYSTEM_PROMPT_CHOICES),
+        [*SYSTEM_PROMPT_CHOICES, *prompt_files.file_choices()],
         {
             "default": CHECKPOINT_DEFAULT,
             "tooltip": "Instruction before the prompt. 'checkpoint default' follows the checkpoint's "
             "generation_config.json; the en_ texts "
             "and 'dynamic' are read from the checkpoint folder's system_prompt.py; 'custom' uses the box "
-            "below.",
+            "below; 'file: …' is a .txt or .md file in ComfyUI's input folder.",
         },
     )
 

@@ -6,17 +6,18 @@ from typing import Any
 
 from ..models.hunyuan_image_3.operations import text_request
 from ..models.hunyuan_image_3.text_generation import prefill_row
-from . import inputs
+from . import host_compat, inputs
 from .progress import NodeProgress
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
 from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import Sampling
+from .text_stage import Sampling, cut_note
 
 CHAT_TASK = "auto"
 
 
-class HunyuanImage3Ask:
+class HunyuanImage3Ask(ReadsSystemPrompt):
     DESCRIPTION = (
         "Asks an Instruct checkpoint about one to three pictures (or without pictures) and gives the answer as text. "
         "It uses the same resident weights as the pictures, on all ranks."
@@ -26,6 +27,7 @@ class HunyuanImage3Ask:
     RETURN_NAMES = ("answer",)
     OUTPUT_TOOLTIPS = ("The model's answer.",)
     FUNCTION = "ask"
+    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -85,5 +87,6 @@ class HunyuanImage3Ask:
         answer = result["answer"]
         shown = answer
         if result["truncated"]:
-            shown += f"\n(The answer reached max_new_tokens ({max_new_tokens}) before its end.)"
+            shown += f"\n({cut_note(engine, 'The answer', max_new_tokens, result)})"
+        host_compat.show_text(shown, unique_id)
         return {"ui": {"text": [shown]}, "result": (answer,)}

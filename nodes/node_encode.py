@@ -12,14 +12,15 @@ from . import host_compat, inputs
 from .image_rows import build_conditionings
 from .node_latent import empty_latent
 from .node_noise import REFERENCE_SHAPES
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, check_prompt, system_prompt_text
 from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import size_note
+from .text_stage import picture_task, size_note
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
-class HunyuanImage3Encode:
+class HunyuanImage3Encode(ReadsSystemPrompt):
     DESCRIPTION = (
         "Prepares a prompt for the samplers. The picture size is part of what the model reads, so the node "
         "also gives the latent of that "
@@ -85,7 +86,7 @@ class HunyuanImage3Encode:
         positive, negative = build_conditionings(
             engine,
             prompt=prompt,
-            system_prompt=system_prompt_text(engine, system_prompt, custom_system_prompt, "image"),
+            system_prompt=system_prompt_text(engine, system_prompt, custom_system_prompt, picture_task("off", cot_text)),
             cot_text=cot_text,
             height=height,
             width=width,

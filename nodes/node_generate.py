@@ -16,10 +16,11 @@ from .engine_handle import EngineHandle
 from .image_rows import picture_rows
 from .model_socket import engine_of_model
 from .progress import NodeProgress
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_cot_text, system_prompt_text
 from .references import References, prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import Sampling, TextOutcome, TextWish, run_text_stage
+from .text_stage import Sampling, TextOutcome, TextWish, picture_task, run_text_stage
 from .vae_socket import HunyuanVae, engine_of_vae
 
 
@@ -53,7 +54,7 @@ class DrawSettings:
         )
 
 
-class HunyuanImage3Generate:
+class HunyuanImage3Generate(ReadsSystemPrompt):
     DESCRIPTION = (
         "Everything in one node: the model chooses the proportions or writes its text, draws with the "
         "official sampling loop, and decodes. "
@@ -128,7 +129,7 @@ class HunyuanImage3Generate:
         check_cot_text(engine, cot_text)
         wish = TextWish(
             prompt=prompt,
-            task="auto ratio" if cot_text and task != "off" else task,
+            task=task,
             system_prompt=system_prompt,
             custom_system_prompt=custom_system_prompt,
             size=size,
@@ -146,10 +147,9 @@ class HunyuanImage3Generate:
         )
         report = NodeProgress(unique_id, engine.preview)
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
-        system = system_prompt_text(engine, system_prompt, custom_system_prompt, "image")
+        system = system_prompt_text(engine, system_prompt, custom_system_prompt, picture_task(task, cot_text))
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
-        if outcome.note:
-            host_compat.show_text(outcome.note, unique_id)
+        report.keep(outcome.note)
         references = prepare_references(engine, wish.images, seed=wish.reference_seed)
         latents = draw(engine, prompt, system, outcome, references, settings, report)
         return vae.decode(latents), outcome.cot_text

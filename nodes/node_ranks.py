@@ -62,6 +62,7 @@ class HunyuanImage3Ranks:
         if action == "restart":
             _restart(driver)
         report = describe_ranks(read_status(driver.cluster))
+        host_compat.show_text(report, unique_id)
         return {"ui": {"text": [report]}, "result": (report,)}
 
 

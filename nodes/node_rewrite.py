@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import inputs, size_choices
+from . import host_compat, inputs, size_choices
 from .progress import NodeProgress
+from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT
 from .text_socket import HunyuanText, engine_of_clip
 from .text_stage import Sampling, TextWish, run_text_stage
 
 
-class HunyuanImage3Rewrite:
+class HunyuanImage3Rewrite(ReadsSystemPrompt):
     DESCRIPTION = (
         "Lets the model prepare its own picture: choose the proportions ('auto ratio') and, with Instruct "
         "checkpoints, think and rewrite the "
@@ -29,6 +30,7 @@ class HunyuanImage3Rewrite:
         "Height of the picture in pixels.",
     )
     FUNCTION = "rewrite"
+    OUTPUT_NODE = True
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class HunyuanImage3Rewrite:
         line = outcome.recaption or f"{outcome.width} x {outcome.height}"
         if outcome.note:
             line = f"{outcome.note}\n{line}"
+        host_compat.show_text(line, unique_id)
         return {
             "ui": {"text": [line]},
             "result": (outcome.cot_text, outcome.recaption, outcome.width, outcome.height),

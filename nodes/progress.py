@@ -22,13 +22,21 @@ class NodeProgress:
         self.preview = preview
         self._bar: Any = None
         self._kind: str | None = None
+        self._kept = ""
+
+    def keep(self, note: str) -> None:
+        """A sentence that stays on the node above whatever comes later; empty: none."""
+        self._kept = note
+        if note:
+            host_compat.show_text(note, self.node_id)
 
     def __call__(self, event: dict[str, Any]) -> None:
         total = event.get("total")
         if total:
             self._advance(event, int(event.get("done", 0)), int(total))
         if event.get("text"):
-            host_compat.show_text(event["text"], self.node_id)
+            lines = [line for line in (self._kept, event["text"]) if line]
+            host_compat.show_text("\n".join(lines), self.node_id)
 
     def _advance(self, event: dict[str, Any], done: int, total: int) -> None:
         kind = event.get("kind")

@@ -5,16 +5,20 @@ from __future__ import annotations
 from ..models.hunyuan_image_3.system_prompts import (
     OFFICIAL_FILE,
     SYSTEM_PROMPT_TYPES,
+    clean_system_prompt,
     official_prompt,
     resolve_system_prompt,
 )
-from ..models.hunyuan_image_3.tokenizer import refuse_empty_prompt
+from ..models.hunyuan_image_3.tokenizer import PromptError, refuse_empty_prompt
+from . import prompt_files
 from .engine_handle import EngineHandle
 
 CHECKPOINT_DEFAULT = "checkpoint default"
 SYSTEM_PROMPT_CHOICES = (CHECKPOINT_DEFAULT, *SYSTEM_PROMPT_TYPES)
 
 COT_TAGS = ("<think>", "</think>", "<recaption>", "</recaption>")
+INSTRUCTION_TAGS = (*COT_TAGS, "<answer>", "</answer>")
+"""What an instruction may name: the parts of the answer that it asks for."""
 
 
 def check_prompt(engine: EngineHandle, prompt: str) -> None:
@@ -24,23 +28,34 @@ def check_prompt(engine: EngineHandle, prompt: str) -> None:
 
 
 def check_cot_text(engine: EngineHandle, cot_text: str) -> None:
-    """The model's own turn may have its tags, and nothing else that acts as a control token. Raises
-    PromptError.
+    """The model's own turn may have its tags, and nothing else that acts as a control token. Raises PromptError, also where editing has
+    left a tag without its partner: the model would read the whole text as its answer.
     """
     engine.tokenizer.refuse_special_tokens(cot_text, "cot_text", allowed=COT_TAGS)
+    for opening, closing in (COT_TAGS[:2], COT_TAGS[2:]):
+        counts = cot_text.count(opening), cot_text.count(closing)
+        if counts not in ((0, 0), (1, 1)) or cot_text.find(closing) < cot_text.find(opening):
+            raise PromptError(
+                f"cot_text has {counts[0]} {opening} and {counts[1]} {closing}, or has them in the wrong order; "
+                "give it one pair with the text in between, or none."
+            )
 
 
 def system_prompt_text(engine: EngineHandle, choice: str, custom: str, task: str) -> str | None:
     """The system prompt of the rows, or None. `task` is the model's name of the task, which "dynamic" depends
     on.
 
-    Raises SystemPromptError for a text that the checkpoint folder lacks, PromptError for control tokens in a
-    custom text.
+    Raises SystemPromptError for a text that the checkpoint folder lacks or a file that cannot be used, PromptError for control tokens in a
+    text of the user's own.
     """
+    if prompt_files.is_file_choice(choice):
+        text = prompt_files.prompt_file_text(choice)
+        engine.tokenizer.refuse_special_tokens(text, f"the system prompt {choice}", allowed=INSTRUCTION_TAGS)
+        return clean_system_prompt(text, engine.config.kind)
     if choice == CHECKPOINT_DEFAULT:
         choice = engine.config.generation.use_system_prompt
     if choice in ("custom", "dynamic"):
-        engine.tokenizer.refuse_special_tokens(custom, "custom_system_prompt")
+        engine.tokenizer.refuse_special_tokens(custom, "custom_system_prompt", allowed=INSTRUCTION_TAGS)
     return resolve_system_prompt(engine.folder, choice, kind=engine.config.kind, task=task, custom=custom)
 
 

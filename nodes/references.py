@@ -54,7 +54,8 @@ class References:
 def prepare_references(engine: EngineHandle, images: Sequence[Any], *, seed: int) -> References:
     """``images``: what image1, image2 … hold, None where nothing is connected. ``seed`` gives the noise of the pictures' latents.
 
-    Raises ValueError for a base checkpoint, for a socket that holds several pictures, and for a value that is no IMAGE.
+    Raises ValueError for a base checkpoint, for a socket that holds several pictures, for pixels that are not numbers, and for a value that
+    is no IMAGE.
     """
     connected = [(f"image{number}", image) for number, image in enumerate(images, start=1) if image is not None]
     if connected and engine.config.kind == "base":
@@ -84,6 +85,13 @@ def _one_picture(name: str, image: Any) -> torch.Tensor:
         raise ValueError(f"{name} has shape {shape}, but an IMAGE is [batch, height, width, 1, 3 or 4 channels]; connect an image.")
     if shape[0] != 1:
         raise ValueError(
-            f"{name} holds a batch of {shape[0]} pictures, but each input takes one; pick one with ImageFromBatch, or connect them to image1 to image3."
+            f"{name} holds a batch of {shape[0]} pictures, but each input takes one; pick one with ImageFromBatch, "
+            "or connect them to image1 to image3."
         )
-    return (image[0].float().clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    if not image.is_floating_point():
+        raise ValueError(f"{name} holds {image.dtype} values, but an IMAGE has numbers from 0 to 1; connect an image.")
+    # One copy of a huge picture, not one for each operation.
+    levels = image[0].to("cpu", torch.float32, copy=True).clamp_(0, 1).mul_(255).round_()
+    if bool(torch.isnan(levels).any()):
+        raise ValueError(f"{name} has pixels that are not numbers (NaN): a node before it failed; repair it or connect another image.")
+    return levels.to(torch.uint8)

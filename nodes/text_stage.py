@@ -92,10 +92,10 @@ def run_text_stage(
     check_prompt(engine, wish.prompt)
     references = prepare_references(engine, wish.images, seed=wish.reference_seed)
     size = explicit_size(wish)
-    if wish.task in WRITING_TASKS:
+    if wish.task in WRITING_TASKS and not wish.cot_text:
         refuse_writing_base(engine, wish.task)
         return _write(engine, wish, WRITING_TASKS[wish.task], size, references, node_id=node_id, report=report)
-    if wish.task == "auto ratio" and size is None:
+    if wish.task != "off" and size is None:
         return _write(engine, wish, RATIO_TASK, None, references, node_id=node_id, report=report)
     asked = size or (wish.height, wish.width)
     height, width = engine.snap(*asked)
@@ -107,6 +107,23 @@ def size_note(asked: tuple[int, int] | None, drawn: tuple[int, int]) -> str:
     if asked is None or tuple(asked) == tuple(drawn):
         return ""
     return f"{asked[1]}x{asked[0]} is not a size of this model; the nearest one is drawn: {drawn[1]}x{drawn[0]}."
+
+
+def cut_note(engine: EngineHandle, what: str, max_new_tokens: int, result: dict[str, Any]) -> str:
+    """Which limit ended a text that was not finished, and what to do. `result` is that of the text operation."""
+    if len(result["tokens"]) >= max_new_tokens:
+        return f"{what} reached max_new_tokens ({max_new_tokens}) before its end; raise it for the whole text."
+    positions = engine.config.max_position_embeddings
+    return f"{what} filled the model's {positions} positions before its end; shorten the prompt or use fewer images."
+
+
+def picture_task(task: str, cot_text: str) -> str:
+    """What "dynamic" goes by, one name for text and picture of one prompt: the task of the widget, else the one that `cot_text` comes from.
+
+    A ratio alone is part of task image. "off" and "auto ratio" say nothing about a text that the user brings.
+    """
+    parts = [name for name in ("think", "recaption") if f"<{name}>" in cot_text]
+    return WRITING_TASKS.get(task) or "_".join(parts) or "image"
 
 
 def explicit_size(wish: TextWish) -> tuple[int, int] | None:
@@ -146,7 +163,9 @@ def _write(
 ) -> TextOutcome:
     args = {
         "prompt": wish.prompt,
-        "system_prompt": system_prompt_text(engine, wish.system_prompt, wish.custom_system_prompt, task),
+        "system_prompt": system_prompt_text(
+            engine, wish.system_prompt, wish.custom_system_prompt, picture_task(wish.task, wish.cot_text)
+        ),
         "cot_text": wish.cot_text or None,
         "task": task,
         "image_size": "auto" if size is None else f"{size[0]}x{size[1]}",
@@ -161,9 +180,6 @@ def _write(
     drawn = (int(result["height"]), int(result["width"]))
     notes = [size_note(size, drawn)]
     if result["truncated"]:
-        notes.append(
-            f"The text reached max_new_tokens ({wish.max_new_tokens}) before its end; its tags were closed so that it can be used. "
-            "Raise max_new_tokens for the whole text."
-        )
+        notes.append(cut_note(engine, "The text", wish.max_new_tokens, result) + " Its tags were closed so that it can be used.")
     note = " ".join(text for text in notes if text)
     return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note)

@@ -113,7 +113,8 @@ def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> t
 @register(f"{MODEL}.encode_references")
 def encode_references(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Conditioning pictures, encoded unless they are kept. args: seed, pictures [{ratio_index, grid}]; tensors: pixels{i} [3, H, W] uint8,
-    patches{i} [P, 768] fp32, mask{i} [P] uint8 -> keys, by which later operations name the pictures."""
+    patches{i} [P, 768] fp32, mask{i} [P] uint8 -> keys, by which later operations name the pictures. The user is told
+    how many had to be encoded."""
     engine = _engine(context, args)
     context.section.start_phase("image encode")
     prepared = [
@@ -122,7 +123,12 @@ def encode_references(context: OperationContext, args: dict[str, Any], tensors: 
         )
         for i, item in enumerate(args["pictures"])
     ]
-    return {"keys": list(engine.references.encode(prepared, args["seed"]))}, {}
+    before = engine.references.encoded
+    keys = engine.references.encode(prepared, args["seed"])
+    count = engine.references.encoded - before
+    if count:
+        context.section.report({"kind": "references", "text": f"{count} reference picture{'s' * (count > 1)} encoded"})
+    return {"keys": list(keys)}, {}
 
 
 def text_request(args: dict[str, Any]) -> TextRequest:
@@ -168,7 +174,7 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w],
-    one per row -> velocity [n, C, h, w]; prefix_tokens of the first row and reused_tokens of them."""
+    one per row -> velocity [n, C, h, w]; prefix_tokens of the first conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     context.section.start_phase("denoise")
     latents = tensors["latents"]
@@ -176,7 +182,9 @@ def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -
         DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)
         for i, item in enumerate(args["rows"])
     ]
-    saved = _prefix_saving(context, engine, rows[0]) if rows else {}
+    # Samplers may send the unconditional row first, whose prefix says little about the user's text.
+    told = [row for row in rows if row.branch == "cond"] or rows
+    saved = _prefix_saving(context, engine, told[0]) if told else {}
     after = args.get("sigma_next")
     step = StepInputs(
         timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")

@@ -87,6 +87,8 @@ class ReferenceStore:
     def __init__(self, model: HunyuanImage3Model):
         self._model = model
         self._kept: OrderedDict[str, tuple[ReferenceFeatures, CondImage]] = OrderedDict()
+        self.encoded = 0
+        """How many pictures have been encoded so far; those that were kept do not count."""
 
     def encode(self, prepared: Sequence[PreparedReference], seed: int) -> tuple[str, ...]:
         """Keys of the pictures, encoded unless they are kept. ``seed`` gives the posterior noise, in the order of the pictures."""
@@ -99,6 +101,7 @@ class ReferenceStore:
             if key not in self._kept:
                 encoded = encode_reference(self._model, picture, noise)
                 self._kept[key] = (encoded.features, picture.cond_image(config))
+                self.encoded += 1
             self._kept.move_to_end(key)
             keys.append(key)
         while len(self._kept) > max(MAX_KEPT, len(keys)):

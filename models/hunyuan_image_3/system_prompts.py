@@ -1,8 +1,7 @@
 """Which system prompt a row gets: the user's type, the text that belongs to it, the whitespace rule.
 
 The official texts are not part of this pack. They are read, as data, from the `system_prompt.py` that lies in
-the checkpoint folder (or from a copy the user names); that file is parsed and never executed. Imports the
-standard library only.
+the checkpoint folder; that file is parsed and never executed. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ def resolve_system_prompt(
     kind: Literal["base", "instruct", "distil"],
     task: str,
     custom: str = "",
-    file: str | Path | None = None,
 ) -> str | None:
     """The final system prompt for the rows, or None for no system block.
 
-    `custom` is the user's own text. `file` is either a text file, whose content replaces `custom`, or a `.py`
-    copy of the official file, which is then read instead of the one in `folder`. "dynamic" chooses by `task`
-    and falls to the custom text for tasks without an official one (think_recaption among them, as in the
-    releases). Instruct and Distil strip whitespace at both ends, base keeps the text as it is. Raises
-    SystemPromptError for an unknown type or a text that cannot be found.
+    `custom` is the user's own text. "dynamic" chooses by `task` and falls to the custom text for tasks without
+    an official one (think_recaption among them, as in the releases). Instruct and Distil strip whitespace at
+    both ends, base keeps the text as it is. Raises SystemPromptError for an unknown type or a text that cannot
+    be found.
     """
     if prompt_type not in SYSTEM_PROMPT_TYPES:
         raise SystemPromptError(
@@ -56,10 +53,6 @@ def resolve_system_prompt(
     if prompt_type == "None":
         return None
     source = Path(folder) / OFFICIAL_FILE
-    if file is not None and Path(file).suffix == ".py":
-        source = Path(file)
-    elif file is not None:
-        custom = _read(Path(file))
     name = _DYNAMIC.get(task, "custom") if prompt_type == "dynamic" else prompt_type
     text = custom if name == "custom" else official_prompt(source, name)
     if prompt_type == "dynamic" and name == "en_vanilla":
@@ -79,8 +72,7 @@ def official_prompt(source: Path, prompt_type: str) -> str:
     if not source.is_file():
         raise SystemPromptError(
             f"The system prompt {prompt_type} is read from {source}, which is missing; copy the official "
-            f"{OFFICIAL_FILE} there, "
-            "name a copy of it, or choose custom and write the text yourself."
+            f"{OFFICIAL_FILE} there, or choose custom or a file with a text of your own."
         )
     texts = _official_texts(source)
     if prompt_type not in texts:
@@ -91,11 +83,12 @@ def official_prompt(source: Path, prompt_type: str) -> str:
     return texts[prompt_type]
 
 
-def _read(path: Path) -> str:
+def read_prompt_text(path: Path) -> str:
+    """The text of a UTF-8 file, without the byte order mark that some editors write. Raises SystemPromptError with a sentence."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise SystemPromptError(f"{path} is larger than 1 MB; a system prompt is a short text file.")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemPromptError(
             f"The system prompt file {path} cannot be read ({error}); give a UTF-8 text file."
@@ -105,7 +98,7 @@ def _read(path: Path) -> str:
 def _official_texts(source: Path) -> dict[str, str]:
     """Official types found among the module's string constants, by table keys, else by variable names."""
     try:
-        module = ast.parse(_read(source), filename=str(source))
+        module = ast.parse(read_prompt_text(source), filename=str(source))
     except (SyntaxError, ValueError) as error:
         raise SystemPromptError(
             f"{source} is not a Python file ({error}); copy the official {OFFICIAL_FILE} again."

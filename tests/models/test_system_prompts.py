@@ -9,6 +9,7 @@ import pytest
 from phase_parallel.models.hunyuan_image_3.system_prompts import (
     SYSTEM_PROMPT_TYPES,
     SystemPromptError,
+    read_prompt_text,
     resolve_system_prompt,
 )
 
@@ -102,13 +103,17 @@ def test_texts_that_would_have_to_be_computed_are_not_there(folder: Path) -> Non
             resolve(folder, prompt_type)
 
 
-def test_users_own_files(folder: Path, tmp_path: Path) -> None:
+def test_text_of_a_file(tmp_path: Path) -> None:
+    """Editors on Windows add a byte order mark and end lines with two characters."""
     text = tmp_path / "mine.txt"
-    text.write_text(" from a file ")
-    assert resolve(folder, "custom", file=text) == " from a file "
-    copy = tmp_path / "copy.py"
-    copy.write_text('unified_system_prompt_en = "from a copy"')
-    assert resolve(tmp_path / "elsewhere", "en_unified", file=copy) == "from a copy"
+    text.write_bytes(b"\xef\xbb\xbf from a file\r\n\xe4\xb8\xad ")
+    assert read_prompt_text(text) == " from a file\n\u4e2d "
+    for content, words in ((b"caf\xe9", "UTF-8"), (b"a" * ((1 << 20) + 1), "larger than 1 MB")):
+        text.write_bytes(content)
+        with pytest.raises(SystemPromptError, match=words):
+            read_prompt_text(text)
+    with pytest.raises(SystemPromptError, match="cannot be read"):
+        read_prompt_text(tmp_path / "absent.txt")
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
@@ -117,11 +122,6 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         resolve(folder, "en_mystery")
     with pytest.raises(SystemPromptError, match=r"missing; copy the official system_prompt\.py there"):
         resolve(tmp_path / "elsewhere", "en_unified")
-    with pytest.raises(SystemPromptError, match="cannot be read"):
-        resolve(folder, "custom", file=tmp_path / "absent.txt")
     (folder / "system_prompt.py").write_text("def broken(:")
     with pytest.raises(SystemPromptError, match="is not a Python file"):
         resolve(folder, "en_unified")
-    (folder / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
-    with pytest.raises(SystemPromptError, match="larger than 1 MB"):
-        resolve(folder, "custom", file=folder / "large.txt")

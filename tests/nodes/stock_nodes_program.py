@@ -152,8 +152,8 @@ def imports() -> dict[str, Any]:
     }
 
 
-def load() -> tuple[Any, Any, Any]:
-    return OWN["HunyuanImage3Loader"]().load("tiny-base", "auto", "auto")
+def load(name: str = "tiny-base") -> tuple[Any, Any, Any]:
+    return OWN["HunyuanImage3Loader"]().load(name, "auto", "auto")
 
 
 def generate(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
@@ -184,9 +184,7 @@ def sample(model: Any, positive: Any, negative: Any, latent: Any, **changes: Any
         "seed": 11, "steps": 4, "cfg": 5.0, "sampler_name": "euler", "scheduler": "simple",
     }  # fmt: skip
     options |= changes
-    return nodes.KSampler().sample(
-        model, positive=positive, negative=negative, latent_image=latent, **options
-    )[0]["samples"]
+    return nodes.KSampler().sample(model, positive=positive, negative=negative, latent_image=latent, **options)[0]["samples"]
 
 
 def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
@@ -196,14 +194,11 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
     (guider,) = stock("CFGGuider", model=model, positive=positive, negative=negative, cfg=5.0)
     (euler,) = stock("KSamplerSelect", sampler_name="euler")
     driver.calls.clear()
-    advanced, _ = stock(
-        "SamplerCustomAdvanced", noise=noise, guider=guider, sampler=euler, sigmas=sigmas, latent_image=latent
-    )
+    advanced_inputs = {"noise": noise, "guider": guider, "sampler": euler, "sigmas": sigmas}
+    advanced, _ = stock("SamplerCustomAdvanced", latent_image=latent, **advanced_inputs)
     asked = [(name, [row["kind"] for row in args["rows"]]) for name, args in driver.calls]
     two = {"samples": latent["samples"].repeat(2, 1, 1, 1)}
-    batch, _ = stock(
-        "SamplerCustomAdvanced", noise=noise, guider=guider, sampler=euler, sigmas=sigmas, latent_image=two
-    )
+    batch, _ = stock("SamplerCustomAdvanced", latent_image=two, **advanced_inputs)
     plain = sample(model, positive, negative, latent)
     driver.calls.clear()
     sample(model, positive, negative, latent, cfg=1.0)
@@ -264,6 +259,24 @@ def refusals(model: Any, clip: Any, vae: Any) -> dict[str, str]:
     return {name: refusal(attempt) for name, attempt in attempts.items()}
 
 
+def distilled(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
+    """The stock sampler with a checkpoint that has no second branch."""
+    positive, negative, latent = OWN["HunyuanImage3Encode"]().encode(clip, vae, PROMPT, 256, 256)
+    (strong,) = OWN["HunyuanImage3Guidance"]().guide(positive, 4.0)
+    driver.calls.clear()
+    plain = sample(model, positive, negative, latent, steps=2, cfg=1.0)
+    calls = [(args["guidance"], args["sigma_next"], [row["kind"] for row in args["rows"]]) for _, args in driver.calls]
+    stronger = sample(model, strong, negative, latent, steps=2, cfg=1.0)
+    return {
+        "calls": calls,
+        "finite": bool(torch.isfinite(plain).all()),
+        "guidance_counts": not torch.equal(plain, stronger),
+        "ksampler": refusal(lambda: sample(model, positive, negative, latent, steps=2, cfg=2.5)),
+        "below_one": refusal(lambda: sample(model, positive, negative, latent, steps=2, cfg=0.5)),
+        "twice": refusal(lambda: sample(model, positive, positive, latent, steps=2, cfg=2.5)),
+    }
+
+
 def without_flow(model: Any, clip: Any, vae: Any) -> dict[str, str]:
     positive, negative, latent = OWN["HunyuanImage3Encode"]().encode(clip, vae, PROMPT, 400, 120)
     return {"ksampler": refusal(lambda: sample(model, positive, negative, latent))}
@@ -274,14 +287,10 @@ def main() -> dict[str, Any]:
     with torch.inference_mode():
         model, clip, vae = load()
         flow = part("nodes.host_compat").has_flow_sampling()
-        found = {
-            "flow": flow,
-            "imports": imports(),
-            "generate": generate(model, clip, vae),
-            "vae": vae_nodes(vae),
-        }
+        found = {"flow": flow, "imports": imports(), "generate": generate(model, clip, vae), "vae": vae_nodes(vae)}
         if flow:
             found |= {"samplers": samplers(model, clip, vae), "refusals": refusals(model, clip, vae)}
+            found["distilled"] = distilled(*load("small-distil"))
         else:
             found["without_flow"] = without_flow(model, clip, vae)
     return found

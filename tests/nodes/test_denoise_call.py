@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,3 +88,11 @@ def test_different_guidance_is_refused(engine: EngineHandle, pair: tuple[Any, An
 def test_next_sigma(sigma: float, after: float) -> None:
     assert next_sigma(SCHEDULE, sigma) == pytest.approx(after)
     assert next_sigma(None, sigma) is None
+
+
+def test_distilled_checkpoint_has_no_second_branch_to_run(engine: EngineHandle, calls: Any) -> None:
+    engine.config = replace(engine.config, cfg_distilled=True)
+    rows = build_conditionings(engine, prompt="a cat", system_prompt=None, cot_text="", height=256, width=256)
+    with pytest.raises(ValueError, match=r"is distilled and has no unconditional branch; set cfg to 1\.0"):
+        call_of(engine, rows)(torch.zeros(2, 16, 16, 16), torch.full((2,), 900.0), row_handle=handles(*rows))
+    assert calls.made == []

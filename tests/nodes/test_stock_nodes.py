@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.host, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(small_distil: Path) -> dict[str, Any]:
     host = find_host(print, comfy_dir=os.environ.get("COMFYUI_DIR"))
     program = Path(__file__).with_name("stock_nodes_program.py")
     environment = {
         **os.environ,
-        "PHASE_PARALLEL_MODEL_DIRS": str(GOLDEN / "checkpoints"),
+        "PHASE_PARALLEL_MODEL_DIRS": os.pathsep.join([str(GOLDEN / "checkpoints"), str(small_distil)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     done = subprocess.run(
@@ -134,6 +134,24 @@ def test_refusals_come_before_any_engine_call(with_flow: dict[str, Any], attempt
     message = with_flow["refusals"][attempt]
     assert words in message
     assert not message.startswith("after an engine call")
+
+
+def test_distilled_checkpoint_is_sampled_with_one_branch(with_flow: dict[str, Any]) -> None:
+    found = with_flow["distilled"]
+    assert [(guidance, kinds) for guidance, _, kinds in found["calls"]] == [(2.5, ["cond"])] * 2
+    assert [after for _, after, _ in found["calls"]] == [pytest.approx(0.75), 0.0], "the next noise level, which MeanFlow reads"
+    assert found["finite"] and found["guidance_counts"]
+
+
+@pytest.mark.parametrize("attempt", ["ksampler", "below_one"])
+def test_distilled_checkpoint_refuses_a_cfg_before_any_engine_call(with_flow: dict[str, Any], attempt: str) -> None:
+    message = with_flow["distilled"][attempt]
+    assert "has no unconditional branch; set cfg to 1.0 and use HunyuanImage-3.0 Guidance" in message
+    assert not message.startswith("after an engine call")
+
+
+def test_distilled_checkpoint_knows_its_sockets(with_flow: dict[str, Any]) -> None:
+    assert "exchange the two wires" in with_flow["distilled"]["twice"]
 
 
 def test_old_host_is_pointed_to_generate(found: dict[str, Any]) -> None:

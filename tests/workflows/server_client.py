@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import struct
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,19 @@ from PIL import Image
 
 Graph = dict[str, dict[str, Any]]
 
+TEXT_EVENT = 3
+"""First number of a binary message that is text for a node; all others are preview pictures."""
+
 
 @dataclass
 class Run:
-    """What one prompt did. `progress`: class of the node -> its (value, maximum) messages."""
+    """What one prompt did. `progress`: class of the node -> its (value, maximum) messages; `texts`: class of the node ->
+    the texts that appeared on it, in order.
+    """
 
     outputs: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    texts: dict[str, list[str]] = field(default_factory=dict)
     cached: list[str] = field(default_factory=list)
     previews: int = 0
     error: str | None = None
@@ -80,7 +87,7 @@ class Client:
                 assert answer.status == 200, content
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY:
-                    run.previews += 1
+                    _note_binary(message.data, graph, run)
                 elif _note(json.loads(message.data), content["prompt_id"], graph, run):
                     break
                 if cancel_at is not None and run.steps(cancel_at[0]) >= cancel_at[1]:
@@ -122,6 +129,16 @@ class Client:
             session.post(f"{self.url}/upload/image", data=form) as answer,
         ):
             assert answer.status == 200, await answer.text()
+
+
+def _note_binary(data: bytes, graph: Graph, run: Run) -> None:
+    (kind,) = struct.unpack_from(">I", data)
+    if kind != TEXT_EVENT:
+        run.previews += 1
+        return
+    (length,) = struct.unpack_from(">I", data, 4)
+    node, text = data[8 : 8 + length].decode(), data[8 + length :].decode()
+    run.texts.setdefault(graph[node]["class_type"], []).append(text)
 
 
 def _note(event: dict[str, Any], prompt_id: str, graph: Graph, run: Run) -> bool:

@@ -12,9 +12,7 @@ from ui_format import AFTER_RUN, ANY_TYPE, SEEDS, NodeShape, shape_of_class, sha
 from phase_parallel.nodes.registry import NODES
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those of the page, and those for Instruct and Distil checkpoints, which move there once they run on four ranks in a real ComfyUI.
-FOLDERS = (ROOT / "workflows", Path(__file__).parent / "instruct")
-FILES = {path.stem: path for folder in FOLDERS for path in folder.glob("*.json")}
+FILES = {path.stem: path for path in (ROOT / "workflows").glob("*.json")}
 STEMS = sorted(FILES)
 
 
@@ -34,7 +32,7 @@ def read_api(stem: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_file_has_its_twin() -> None:
-    twins = [path.name.removesuffix(".api.json") for folder in FOLDERS for path in (folder / "api").iterdir()]
+    twins = [path.name.removesuffix(".api.json") for path in (ROOT / "workflows" / "api").iterdir()]
     assert sorted(twins) == STEMS != []
 
 
