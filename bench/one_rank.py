@@ -27,6 +27,9 @@ class OneRankCommunicator(Communicator):
         self.ledger.record(phase or "section", "broadcast", site, tensor.shape, str(tensor.dtype))
         return tensor
 
+    def sum(self, summand: torch.Tensor, ranks: tuple[int, ...], site: str) -> torch.Tensor:
+        return summand
+
     def gather(self, tensor: torch.Tensor, ranks: tuple[int, ...], site: str) -> list[torch.Tensor]:
         return [tensor] * len(ranks)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 # Rows of a causal run that share one explicit mask; bounds the mask to CAUSAL_ROWS x keys.
 CAUSAL_ROWS = 512
@@ -72,6 +73,31 @@ def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequen
         else:
             _attend_rows(out, q, k, v, run.q_start, run.q_stop, run.k_stop, causal=False)
     return out
+
+
+def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun]) -> torch.Tensor:
+    """As :func:`attend_eager` without a mask tensor: a causal run is aligned with its last key inside the kernel."""
+    if len(runs) == 1 and runs[0].q_stop - runs[0].q_start == q.shape[0]:
+        return _attend_run(q, k, v, runs[0])
+    out = torch.zeros_like(q)
+    for run in runs:
+        out[run.q_start : run.q_stop] = _attend_run(q[run.q_start : run.q_stop], k, v, run)
+    return out
+
+
+def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: AttentionRun) -> torch.Tensor:
+    rows = q.shape[0]
+    square = rows == run.k_stop
+    bias = causal_lower_right(rows, run.k_stop) if run.causal and rows > 1 and not square else None
+    result = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k[: run.k_stop].transpose(0, 1).unsqueeze(0),
+        v[: run.k_stop].transpose(0, 1).unsqueeze(0),
+        attn_mask=bias,
+        is_causal=run.causal and rows > 1 and square,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return result.squeeze(0).transpose(0, 1)
 
 
 def _attend_rows(

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
+from .triton_support import jit, tl, triton
+
 MoeLayout = Literal["micro_major", "expert_major"]
 MoePath = Literal["multi_micro", "two_dispatch"]
 MOE_LAYOUTS: tuple[MoeLayout, ...] = get_args(MoeLayout)
@@ -50,6 +52,24 @@ def gated_unit_eager(hidden: torch.Tensor, micros: int) -> torch.Tensor:
     """``[n, m·2·I]`` with [up, gate] per micro shard -> ``up · silu(gate)`` ``[n, m·I]``. The *second* half is activated (spec 3.5)."""
     up, gate = hidden.unflatten(-1, (micros, 2, -1)).unbind(dim=-2)
     return (up * F.silu(gate)).flatten(-2)
+
+
+@jit
+def _gated_unit(hidden, out, elements, width, micros, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    block, column = at // width, at % width
+    up = tl.load(hidden + block * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(hidden + block * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (up * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_unit_triton(hidden: torch.Tensor, micros: int) -> torch.Tensor:
+    """As :func:`gated_unit_eager` for contiguous ``hidden``, rounded once."""
+    tokens, columns = hidden.shape
+    out = torch.empty(tokens, columns // 2, dtype=hidden.dtype, device=hidden.device)
+    _gated_unit[(triton.cdiv(out.numel(), 2048),)](hidden, out, out.numel(), columns // 2 // micros, micros, BLOCK=2048, num_warps=4)
+    return out
 
 
 def grouped_experts_eager(x: torch.Tensor, counts: torch.Tensor, block: ExpertBlock) -> torch.Tensor:

@@ -68,7 +68,8 @@ def _spin_until(address, target, timeout_ns):
     )
 
 
-@jit
+# One binary for all ranks and timeouts: nothing may be compiled or loaded while a peer already waits on the same device.
+@jit(do_not_specialize=("rank", "timeout_ns"))
 def _reduce_residual_norm(
     summand, residual, weight, normed, mailboxes, calls, failed, eps, timeout_ns, rank,
     RANKS: tl.constexpr, PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,

@@ -18,9 +18,11 @@ except ImportError:  # torch for the CPU comes without it
 OLDEST_CAPABILITY = (8, 0)
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
     """``triton.jit``; without Triton the function itself, which nobody can then call as a kernel."""
-    return function if triton is None else triton.jit(function)
+    if function is None:
+        return functools.partial(jit, do_not_specialize=do_not_specialize)
+    return function if triton is None else triton.jit(function, do_not_specialize=list(do_not_specialize))
 
 
 def interpreting() -> bool:

@@ -54,6 +54,10 @@ class Partial:
             raise CollectiveError(f"{self.site} is not reduced yet and {type(other).__name__} is; call row_reduce first")
         return Partial(self._summand + other._summand, self.site)
 
+    def extend(self, add: Callable[[torch.Tensor], torch.Tensor]) -> Partial:
+        """The summand with another one of the same reduction added to it by a kernel; ``add`` must return an unreduced summand too."""
+        return Partial(add(self._summand), self.site)
+
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> None:
         flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else (arg,))]
@@ -103,6 +107,22 @@ class Communicator:
         group = self.groups.for_ranks(tuple(range(self.plan.world_size))) if tensor.is_cuda else self.groups.control
         self.wait(dist.broadcast(tensor, src=0, group=group, async_op=True), site)
         return tensor
+
+    def sum(self, summand: torch.Tensor, ranks: tuple[int, ...], site: str) -> torch.Tensor:
+        """Sum over ``ranks``, the same bits on all of them; ``summand`` may be overwritten.
+
+        On gloo the summands are gathered and added in the order of ``ranks``, so that the sum does not depend on a ring's schedule.
+        """
+        if len(ranks) == 1:
+            return summand
+        if self.groups.backend == "nccl":
+            self.wait(dist.all_reduce(summand, group=self.groups.for_ranks(ranks), async_op=True), site)
+            return summand
+        chunks = self.gather(summand.contiguous(), ranks, site)
+        total = chunks[0].clone()
+        for chunk in chunks[1:]:
+            total += chunk
+        return total
 
     def gather(self, tensor: torch.Tensor, ranks: tuple[int, ...], site: str) -> list[torch.Tensor]:
         """Chunks of all ``ranks`` in that order (not in the group's physical order)."""
@@ -170,22 +190,9 @@ class PhaseView:
             raise CollectiveError(f"{name} in phase {self.phase} made a wrong number of collectives: {', '.join(sorted(wrong))}")
 
     def row_reduce(self, partial: Partial) -> torch.Tensor:
-        """Sum of a partial product over the tensor-parallel group; identical bits on all its ranks.
-
-        On gloo the summands are gathered and added in logical rank order, so that the sum does not depend on a ring's schedule.
-        """
+        """Sum of a partial product over the tensor-parallel group; identical bits on all its ranks."""
         summand = self._open(partial)
-        ranks = self.topology.tp_ranks
-        if len(ranks) == 1:
-            return summand
-        if self.comm.groups.backend == "nccl":
-            self.comm.wait(dist.all_reduce(summand, group=self.comm.groups.for_ranks(ranks), async_op=True), partial.site)
-            return summand
-        chunks = self.comm.gather(summand.contiguous(), ranks, partial.site)
-        total = chunks[0].clone()
-        for chunk in chunks[1:]:
-            total += chunk
-        return total
+        return self.comm.sum(summand, self.topology.tp_ranks, partial.site)
 
     def row_reduce_with(self, partial: Partial, reduce: Callable[[torch.Tensor], None]) -> None:
         """The sum as somebody else's kernel makes it: ``reduce`` gets the summand and must reduce it over the tensor-parallel group."""

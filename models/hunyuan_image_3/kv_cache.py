@@ -36,11 +36,16 @@ class KVCache:
 
     def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """``k, v [T, kv_heads, d]`` to positions ``start … start+T-1``."""
-        stop = start + k.shape[0]
+        k_place, v_place = self.places(layer, start, k.shape[0])
+        k_place.copy_(k)
+        v_place.copy_(v)
+
+    def places(self, layer: int, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values of ``count`` tokens from ``start`` on belong: views ``[count, kv_heads, d]``."""
+        stop = start + count
         if stop > self.capacity:
             raise ValueError(f"position {stop} does not fit a KV cache of {self.capacity} positions")
-        self.k[layer, start:stop] = k
-        self.v[layer, start:stop] = v
+        return self.k[layer, start:stop], self.v[layer, start:stop]
 
     def copy_prefix(self, other: KVCache, length: int) -> None:
         """Take the first ``length`` positions of a cache with the same heads."""

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from ...kernels.kernel_set import KERNEL_CHOICES, KernelChoice, choose_kernels
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
 from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_not_finite, tensor_digests
 from ...parallel.collectives import Communicator
@@ -33,12 +34,14 @@ class LoadOptions:
     weight_dtype: WeightDtype = "auto"
     moe_layout: MoeLayout = "micro_major"
     moe_path: MoePath = "multi_micro"
+    kernels: KernelChoice = "auto"
 
     def __post_init__(self) -> None:
         for what, value, choices in (
             ("weight dtype", self.weight_dtype, WEIGHT_DTYPES),
             ("MoE layout", self.moe_layout, MOE_LAYOUTS),
             ("MoE path", self.moe_path, MOE_PATHS),
+            ("kernels", self.kernels, KERNEL_CHOICES),
         ):
             if value not in choices:
                 raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
@@ -100,8 +103,9 @@ def build_model(
 ) -> HunyuanImage3Model:
     """A model over tensors that are already in their final place."""
     kinds = {name: target.kind for name, target in table.targets.items()}
+    kernels, _ = choose_kernels(device, options.kernels)
     weights = {
-        phase: phase_weights(config, plan, resident, phase=phase, layout=options.moe_layout, path=options.moe_path)
+        phase: phase_weights(config, plan, resident, phase=phase, layout=options.moe_layout, path=options.moe_path, kernels=kernels)
         for phase in PHASES
     }
     around = around_modules(config, resident, kinds)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.attention import AttentionRun, attend_eager, clip_runs
-from ...kernels.moe import ExpertBlock, MoePath, gated_unit_eager, moe_eager
+from ...kernels.attention import AttentionRun, clip_runs
+from ...kernels.kernel_set import EAGER, KernelSet
+from ...kernels.moe import ExpertBlock, MoePath
 from ...kernels.rms_norm import rms_norm_eager
-from ...kernels.rope_norm import rope_norm_eager
-from ...kernels.router import route_eager, router_logits_eager
+from ...kernels.router import router_logits_eager
 from ...parallel.collectives import Partial, PhaseView
 from ...parallel.ledger import Role
 from ...parallel.plan import AttentionKind
@@ -58,6 +58,7 @@ class TrunkWeights:
     query_group: int
     """Query heads per KV head (g)."""
     eps: float
+    kernels: KernelSet = EAGER
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,18 @@ def forward_layers(
     ``probe`` collects per-layer ``hidden``, ``router_logits``, ``router_ids`` and ``router_weights`` for comparisons.
     """
     with view.forward(expected_collectives(len(weights.layers), view, attention), "trunk"):
+        kernels = weights.kernels
+        normed = rms_norm_eager(hidden, weights.layers[0].input_layernorm, weights.eps)
         for index, layer in enumerate(weights.layers):
-            normed = rms_norm_eager(hidden, layer.input_layernorm, weights.eps)
             attended = _attention(normed, layer, index, weights, batch, view, attention)
-            hidden = hidden + view.row_reduce(project(attended, layer.o_proj))
-            normed = rms_norm_eager(hidden, layer.post_attention_layernorm, weights.eps)
-            hidden = hidden + view.row_reduce(_moe(normed, layer, probe))
+            reduced = view.row_reduce(project(attended, layer.o_proj))
+            hidden, normed = kernels.residual_norm(reduced, hidden, layer.post_attention_layernorm, weights.eps)
+            reduced = view.row_reduce(_moe(normed, layer, kernels, probe))
+            # After the last layer comes another norm, or none: whoever goes on knows.
+            following = weights.layers[index + 1].input_layernorm if index + 1 < len(weights.layers) else weights.ln_f
+            hidden, normed = kernels.residual_norm(reduced, hidden, following, weights.eps)
             if probe is not None:
-                probe["hidden"].append(hidden)
+                probe["hidden"].append(hidden.clone())
     return hidden
 
 
@@ -160,19 +165,16 @@ def _attention(
         whole = view.seq_to_heads(qkv.permute(1, 2, 0, 3, 4), f"{layer.site}.attn.qkv")  # [T, G/sp, n, g+2, d]
         out = whole.new_zeros(whole.shape[0], whole.shape[1], slots, g, d)
         for number, slot in enumerate(batch.slots):
-            rows = whole[: slot.length, :, number]
-            q, k, v = _rotate(rows, layer, slot.cos, slot.sin, g, weights.eps)
-            slot.cache.write(index, slot.start, k, v)
-            out[: slot.length, :, number] = _attend(q, slot, index, slot.runs).unflatten(1, (-1, g))
+            q = _rotate(whole[: slot.length, :, number], layer, slot, index, weights)
+            out[: slot.length, :, number] = _attend(q, slot, index, slot.runs, weights.kernels).unflatten(1, (-1, g))
         return view.heads_to_seq(out, f"{layer.site}.attn.out").permute(2, 0, 1, 3, 4).flatten(0, 1).flatten(1)
     if view.topology.sp_size > 1:
         return _attention_kv_gather(qkv, layer, index, weights, batch, view)
     out = []
     for number, slot in enumerate(batch.slots):
-        q, k, v = _rotate(qkv[number], layer, slot.cos, slot.sin, g, weights.eps)
-        slot.cache.write(index, slot.start, k, v)
-        out.append(_attend(q, slot, index, slot.runs).flatten(1))
-    return torch.cat(out)
+        q = _rotate(qkv[number, : slot.length], layer, slot, index, weights)
+        out.append(_attend(q, slot, index, slot.runs, weights.kernels).flatten(1))
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def _attention_kv_gather(
@@ -186,40 +188,38 @@ def _attention_kv_gather(
     for number, slot in enumerate(batch.slots):
         count = max(0, min(last, slot.length) - first)  # rows of this rank that are not padding
         cos, sin = slot.cos[first : first + count], slot.sin[first : first + count]
-        q, k, v = _rotate(qkv[number, :count], layer, cos, sin, g, weights.eps)
-        pairs[:count, number, 0], pairs[:count, number, 1] = k, v
-        queries.append(q)
+        k, v = pairs[:count, number].unbind(1)
+        queries.append(
+            weights.kernels.rotate_into(qkv[number, :count], cos, sin, layer.query_layernorm, layer.key_layernorm, weights.eps, k, v)
+        )
     gathered = view.kv_gather(pairs, f"{layer.site}.attn.kv", order=view.topology.sp_ranks)
     out = []
     for number, (slot, q) in enumerate(zip(batch.slots, queries, strict=True)):
         slot.cache.write(index, slot.start, gathered[: slot.length, number, 0], gathered[: slot.length, number, 1])
         rows = q.new_zeros(last - first, q.shape[1] * d)
-        rows[: q.shape[0]] = _attend(q, slot, index, clip_runs(slot.runs, first, last)).flatten(1)
+        rows[: q.shape[0]] = _attend(q, slot, index, clip_runs(slot.runs, first, last), weights.kernels).flatten(1)
         out.append(rows)
     return torch.cat(out)
 
 
-def _rotate(
-    qkv: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor, g: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``[T, G, g+2, d]`` (g queries, key, value per KV group, spec 3.2) -> ``q [T, G·g, d]``, ``k, v [T, G, d]``."""
-    q = rope_norm_eager(qkv[:, :, :g].flatten(1, 2), cos, sin, layer.query_layernorm, eps)
-    k = rope_norm_eager(qkv[:, :, g], cos, sin, layer.key_layernorm, eps)
-    return q, k, qkv[:, :, g + 1]
+def _rotate(qkv: torch.Tensor, layer: LayerWeights, slot: Slot, index: int, weights: TrunkWeights) -> torch.Tensor:
+    """``[T, G, g+2, d]`` -> ``q [T, G·g, d]``; keys and values go to their places in the slot's cache."""
+    k, v = slot.cache.places(index, slot.start, qkv.shape[0])
+    return weights.kernels.rotate_into(qkv, slot.cos, slot.sin, layer.query_layernorm, layer.key_layernorm, weights.eps, k, v)
 
 
-def _attend(q: torch.Tensor, slot: Slot, layer: int, runs: tuple[AttentionRun, ...]) -> torch.Tensor:
-    return attend_eager(q, slot.cache.k[layer], slot.cache.v[layer], runs)
+def _attend(q: torch.Tensor, slot: Slot, layer: int, runs: tuple[AttentionRun, ...], kernels: KernelSet) -> torch.Tensor:
+    return kernels.attend(q, slot.cache.k[layer], slot.cache.v[layer], runs)
 
 
-def _moe(x: torch.Tensor, layer: LayerWeights, probe: Mapping[str, list] | None) -> Partial:
+def _moe(x: torch.Tensor, layer: LayerWeights, kernels: KernelSet, probe: Mapping[str, list] | None) -> Partial:
     """Shared and routed experts; both are summands of one later reduction, so the shared expert is split as well."""
     router_logits = router_logits_eager(x, layer.router)
-    topk_weights, ids = route_eager(router_logits, layer.topk)
+    topk_weights, ids = kernels.route(router_logits, layer.topk)
     if probe is not None:
         probe["router_logits"].append(router_logits)
-        probe["router_ids"].append(ids)
+        probe["router_ids"].append(ids.long())
         probe["router_weights"].append(topk_weights)
-    hidden = gated_unit_eager(project(x, layer.shared_gate_and_up), layer.shared_micros)
-    routed = moe_eager(x, layer.experts, topk_weights, ids, path=layer.moe_path)
-    return project(hidden, layer.shared_down) + Partial(routed, f"{layer.site}.mlp.experts")
+    hidden = kernels.gated_unit(project(x, layer.shared_gate_and_up), layer.shared_micros)
+    shared = project(hidden, layer.shared_down)
+    return shared.extend(lambda summand: kernels.experts(x, layer.experts, topk_weights, ids, summand, layer.moe_path))

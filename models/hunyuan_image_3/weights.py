@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ...kernels.kernel_set import EAGER, KernelSet
 from ...kernels.moe import ExpertBlock, MoeLayout, MoePath
 from ...parallel.plan import ParallelPlan, Phase
 from ...parallel.resident import Weight
@@ -56,6 +57,7 @@ def phase_weights(
     phase: Phase,
     layout: MoeLayout,
     path: MoePath,
+    kernels: KernelSet = EAGER,
 ) -> TrunkWeights:
     """Trunk weights of ``phase``; every tensor shares storage with ``resident``."""
     topology = plan.topology(phase)
@@ -97,6 +99,7 @@ def phase_weights(
         head_dim=config.head_dim,
         query_group=config.num_attention_heads // config.num_key_value_heads,
         eps=config.rms_norm_eps,
+        kernels=kernels,
     )
 
 

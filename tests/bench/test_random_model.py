@@ -54,7 +54,6 @@ def test_values_keep_their_scale(layout: str) -> None:
     )
     hidden = model.prefill(row, 0, len(row), model.new_cache(len(row), "prefill"))
     assert torch.isfinite(hidden).all()
-    # Four equal ranks are summed, so the embedding is four times too large and the rest of order one.
     assert 0.5 < hidden.float().std() < 8
 
 

@@ -1,0 +1,77 @@
+"""Which backend runs the operations on many tokens (prefill, denoise), chosen once for a model and shown to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from .attention import AttentionRun, attend_eager, attend_fused
+from .grouped_experts import grouped_experts, route_triton
+from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
+from .residual_norm import residual_norm_eager, residual_norm_triton
+from .rope_norm import rotate_into_eager, rotate_into_triton
+from .router import route_eager
+from .triton_support import why_not
+
+KernelChoice = Literal["auto", "eager", "fused"]
+KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """One backend's operations; shapes and meaning are those of the eager functions."""
+
+    name: str
+    residual_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    rotate_into: Callable[..., torch.Tensor]
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[AttentionRun]], torch.Tensor]
+    gated_unit: Callable[[torch.Tensor, int], torch.Tensor]
+    route: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    experts: Callable[[torch.Tensor, tuple[ExpertBlock, ...], torch.Tensor, torch.Tensor, torch.Tensor, MoePath], torch.Tensor]
+    """(x, blocks, routing weights, ids, shared expert's summand, path) -> their sum."""
+
+
+def _experts_eager(
+    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor, path: MoePath
+) -> torch.Tensor:
+    return shared + moe_eager(x, blocks, weights, ids, path=path)
+
+
+def _experts_fused(
+    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor, path: MoePath
+) -> torch.Tensor:
+    if path == "multi_micro":
+        return grouped_experts(x, blocks, weights, ids, shared)
+    for block in blocks:
+        shared = grouped_experts(x, (block,), weights, ids, shared)
+    return shared
+
+
+def _residual_norm_fused(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream is updated in place: nobody else holds it."""
+    normed = torch.empty_like(residual)
+    residual_norm_triton(x, residual, weight, eps, normed)
+    return residual, normed
+
+
+EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_eager, _experts_eager)
+FUSED = KernelSet("fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_triton, _experts_fused)
+
+
+def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple[KernelSet, str]:
+    """The set and why. ``auto`` is fused on CUDA devices that Triton knows, else eager.
+
+    Raises:
+        ValueError: ``fused`` was asked for and cannot run here.
+    """
+    reason = why_not(device)
+    if choice == "eager":
+        return EAGER, "eager: chosen"
+    if choice == "fused" and reason is not None:
+        raise ValueError(f"fused kernels cannot run here: {reason}; choose kernels auto or eager")
+    if choice == "fused" or (reason is None and device.type == "cuda"):
+        return FUSED, "fused: Triton kernels and PyTorch's fused attention"
+    return EAGER, f"eager: {reason or 'no CUDA device'}"

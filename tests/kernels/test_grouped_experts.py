@@ -1,0 +1,102 @@
+"""Grouped experts against the eager mixture of experts: odd sizes, empty and crowded experts, both layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phase_parallel.kernels.grouped_experts import (
+    MicroViews,
+    grouped_experts,
+    plan_groups_eager,
+    plan_groups_triton,
+    route_triton,
+    tile_rows,
+)
+from phase_parallel.kernels.moe import ExpertBlock, moe_eager
+from phase_parallel.kernels.router import route_eager
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.isfinite(got).all(), "something was not written"
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def blocks_of(layout: str, experts: int, micros: int, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[ExpertBlock, ...]:
+    if layout == "micro_major":
+        w1 = torch.randn(micros, experts, 2 * width, hidden, device=device) * hidden**-0.5
+        w2 = torch.randn(micros, experts, hidden, width, device=device) * width**-0.5
+        return tuple(ExpertBlock(w1[m].to(dtype), w2[m].to(dtype), 1) for m in range(micros)) if micros == 1 else _views(w1.to(dtype), w2.to(dtype))
+    w1 = torch.randn(experts, micros * 2 * width, hidden, device=device) * hidden**-0.5
+    w2 = torch.randn(experts, hidden, micros * width, device=device) * width**-0.5
+    return (ExpertBlock(w1.to(dtype), w2.to(dtype), micros),)
+
+
+def _views(w1: torch.Tensor, w2: torch.Tensor) -> tuple[ExpertBlock, ...]:
+    return tuple(ExpertBlock(w1[m], w2[m], 1) for m in range(w1.shape[0]))
+
+
+def doubled(blocks: tuple[ExpertBlock, ...]) -> tuple[ExpertBlock, ...]:
+    return tuple(ExpertBlock(b.w1.double(), b.w2.double(), b.micros) for b in blocks)
+
+
+def skewed_ids(kind: str, tokens: int, topk: int, experts: int, device: torch.device) -> torch.Tensor:
+    if kind == "even":
+        scores = torch.rand(tokens, experts, device=device)
+    elif kind == "crowded":  # nearly all tokens choose the same experts, most experts get none
+        scores = torch.rand(tokens, experts, device=device) * 0.01 + torch.arange(experts, device=device).flip(0)
+    else:  # one expert in two is never chosen
+        scores = torch.rand(tokens, experts, device=device) + 2.0 * (torch.arange(experts, device=device) % 2)
+    return scores.topk(topk, dim=-1).indices.int()
+
+
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (17, 64, 8), (300, 6, 2), (5, 1, 1)])
+def test_routing(triton_device: torch.device, tokens: int, experts: int, topk: int) -> None:
+    logits = torch.randn(tokens, experts, device=triton_device)
+    weights, ids = route_triton(logits, topk)
+    want_weights, want_ids = route_eager(logits, topk)
+    assert torch.equal(ids.long(), want_ids)
+    assert error(weights, want_weights) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["even", "crowded", "every other"])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (130, 64, 8), (700, 6, 2)])
+def test_sorting_is_stable(triton_device: torch.device, kind: str, tokens: int, experts: int, topk: int) -> None:
+    ids = skewed_ids(kind, tokens, topk, experts, triton_device)
+    got, want = plan_groups_triton(ids, experts), plan_groups_eager(ids, experts)
+    assert torch.equal(got.row_of, want.row_of)
+    assert torch.equal(got.place_of, want.place_of)
+    assert torch.equal(got.ends, want.ends)
+
+
+SIZES = [(1, 8, 3, 64, 12, 1), (40, 8, 2, 96, 24, 2), (70, 6, 2, 50, 33, 2), (33, 64, 8, 32, 16, 1), (200, 4, 4, 64, 32, 4)]
+
+
+@pytest.mark.parametrize("kind", ["even", "crowded", "every other"])
+@pytest.mark.parametrize("layout", ["micro_major", "expert_major"])
+@pytest.mark.parametrize(("tokens", "experts", "topk", "hidden", "width", "micros"), SIZES)
+def test_whole_mixture(
+    triton_device: torch.device, kind: str, layout: str, tokens: int, experts: int, topk: int, hidden: int, width: int, micros: int
+) -> None:
+    dtypes = [torch.float32, torch.bfloat16] if triton_device.type == "cuda" else [torch.float32]
+    for dtype in dtypes:
+        blocks = blocks_of(layout, experts, micros, width, hidden, dtype, triton_device)
+        x = torch.randn(tokens, hidden, device=triton_device).to(dtype)
+        shared = torch.randn(tokens, hidden, device=triton_device).to(dtype)
+        ids = skewed_ids(kind, tokens, min(topk, experts // 2) if kind == "every other" else topk, experts, triton_device)
+        weights = torch.rand(ids.shape, device=triton_device)
+        want = moe_eager(x.double(), doubled(blocks), weights.double(), ids.long(), path="multi_micro")
+        limit = 1e-5 if dtype == torch.float32 else 1e-2
+        assert error(grouped_experts(x, blocks, weights, ids), want) < limit
+        assert error(grouped_experts(x, blocks, weights, ids, shared), want + shared.double()) < limit
+        assert torch.equal(grouped_experts(x, blocks, weights, ids), grouped_experts(x, blocks, weights, ids)), "one order of every sum"
+
+
+def test_micro_shards_must_be_views_of_one_tensor() -> None:
+    apart = tuple(ExpertBlock(torch.zeros(2, 4, 8), torch.zeros(2, 8, 2), 1) for _ in range(3))
+    with pytest.raises(ValueError, match="equally spaced"):
+        MicroViews.of((apart[0], apart[2], apart[1], apart[0]))
+
+
+def test_tiles_follow_the_rows_of_an_expert() -> None:
+    assert [tile_rows(pairs, 64) for pairs in (64, 10008, 50320)] == [16, 128, 128]
