@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import torch
 
 from .attention import AttentionRun, attend_eager, attend_fused
-from .grouped_experts import grouped_experts, route_triton
+from .expert_groups import route_triton
+from .grouped_experts import grouped_experts
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
 from .residual_norm import residual_norm_eager, residual_norm_triton
 from .rope_norm import rotate_into_eager, rotate_into_triton

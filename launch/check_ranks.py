@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,8 @@ from ..models.hunyuan_image_3.loading import LoadOptions
 from ..parallel.cluster import Cluster
 from ..parallel.plan import make_plan
 from ..parallel.section import SectionKey, digest_of, open_section
-from ..parallel.store import JsonStore
-from .agent import LoopbackStore
-from .errors import LaunchError
 from .golden import GoldenCase, compare, run_case
-from .paths import PACK_ROOT
-from .rank import die_with
+from .spmd import joined, start_ranks
 
 TIMEOUT_S = 300.0
 
@@ -33,63 +25,14 @@ def start(options: dict[str, Any]) -> None:
         device = torch.device("cuda:0" if options["device"] == "cuda" else "cpu")
         _run(options, Cluster.alone(device))
         return
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    store = LoopbackStore()
-    written = Path(options["out"]).with_name("options.json")
-    written.write_text(json.dumps({**options, "store_port": store.port, "agent_pid": os.getpid()}))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=options["ranks"],
-        rdzv_backend="static",
-        rdzv_endpoint=f"127.0.0.1:{store.port}",
-        rdzv_configs={"rank": 0, "timeout": 60},
-        run_id=uuid.uuid4().hex,
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
-    # By the pack's path, so that it works whether the pack is installed or not.
-    command = elastic_launch(config, sys.executable)
-    # The agent takes the signals of this process for its ranks; afterwards they belong to whoever called.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    try:
-        command("-u", str(PACK_ROOT), "check", "--as-rank", str(written))
-    except SignalException as stop:
-        raise KeyboardInterrupt from stop
-    except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        raise LaunchError(f"Rank {rank} of the check ended with exit code {failure.exitcode}; its own message is above.") from error
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    start_ranks(["check"], options)
 
 
 def rank(written: Path) -> None:
     """Entry of one process; the elastic agent has set its rank. ``written``: the options as JSON."""
     options = json.loads(written.read_text())
-    die_with(options["agent_pid"])
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device(f"cuda:{local}" if options["device"] == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    cluster = Cluster(
-        JsonStore.tcp("127.0.0.1", options["store_port"], "check"),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        device=device,
-        timeout_s=TIMEOUT_S,
-    )
-    cluster.start()
-    try:
+    with joined(options, name="check", timeout_s=TIMEOUT_S) as cluster:
         _run(options, cluster)
-    finally:
-        cluster.close()
 
 
 def _run(options: dict[str, Any], cluster: Cluster) -> None:

@@ -21,7 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["bench"]:
         from ..bench import cli as bench
 
-        return _report_errors(lambda: bench.main(words[1:]))
+        from .spmd import joined, start_ranks
+
+        return _report_errors(
+            lambda: bench.main(words[1:], start_ranks=start_ranks, join=lambda options: joined(options, name="bench", timeout_s=300.0))
+        )
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []
     if "--" in words:

@@ -133,17 +133,18 @@ class DeviceLoop:
     def _advance_traced(self, count: int) -> None:
         """One step at a time, so that the host can read the logits of each."""
         while count > 0 and not self.done:
-            self._replay()
+            self.step()
             self._trace(self._step.logits.clone())
             self._look(_Snapshot(self._chooser))
             count -= 1
 
     def _launch(self, count: int) -> None:
         for _ in range(count):
-            self._replay()
+            self.step()
         self._seen.append(_Snapshot(self._chooser))
 
-    def _replay(self) -> None:
+    def step(self) -> None:
+        """One more token, not awaited."""
         if self._graph is None:
             self._step.launch()
         else:

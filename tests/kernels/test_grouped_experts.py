@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phase_parallel.kernels.grouped_experts import (
-    MicroViews,
-    grouped_experts,
-    plan_groups_eager,
-    plan_groups_triton,
-    route_triton,
-    tile_rows,
-)
+from phase_parallel.kernels.expert_groups import plan_groups_eager, plan_groups_triton, route_triton
+from phase_parallel.kernels.grouped_experts import MicroViews, choose_tiles, grouped_experts
 from phase_parallel.kernels.moe import ExpertBlock, moe_eager
 from phase_parallel.kernels.router import route_eager
 
@@ -99,4 +93,6 @@ def test_micro_shards_must_be_views_of_one_tensor() -> None:
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    assert [tile_rows(pairs, 64) for pairs in (64, 10008, 50320)] == [16, 128, 128]
+    sizes = [choose_tiles(pairs, 64, 768, 4096, 2)[0].rows for pairs in (64, 4000, 10008, 50320)]
+    assert sizes == [16, 64, 64, 128]
+    assert choose_tiles(50320, 64, 768, 4096, 4)[0].rows == 16, "fp32 is for checks, and its tiles must fit every device"

@@ -1,0 +1,191 @@
+"""``phase-parallel bench ar``: prefill and decode of the 80B sizes with random weights, for every way of decoding that can run here.
+
+Fixed traces: each run reads the same row and writes the same number of tokens, whatever the tokens are. The slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.next_token import Draw, RuleTable
+from ..kernels.peer_reduce import mailbox_bytes
+from ..models.hunyuan_image_3.model import HunyuanImage3Model, ReferenceFeatures
+from ..models.hunyuan_image_3.sequence import CondImage, build_text_row
+from ..models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob
+from ..models.hunyuan_image_3.token_row import TokenRow
+from ..models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from ..parallel.collectives import Communicator
+from ..parallel.peer_memory import PeerMemory, PeerMemoryError
+from .release import Release
+from .timing import WARM_UP, Spread, kernel_split, wall_milliseconds
+
+SQUARE = 16  # row of the size table
+# As the release samples.
+DRAW = Draw(True, 0.6, 1024, 0.95)
+COPY_BANDWIDTH = 4.24e12
+"""Bytes per second, read and written, of a device copy on an H200."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """``tokens`` of the prompt, of which each picture brings its share."""
+
+    name: str
+    pictures: int
+    tokens: int
+
+
+TASKS = (Task("t2i", 0, 1251), Task("ti2i", 1, 6290))
+
+
+@dataclass(frozen=True)
+class ArRow:
+    """One line of the table. Times in ms; ``floor`` from the bytes that a token or the row must move; NaN where it was not run."""
+
+    task: str
+    decode: str
+    reduction: str
+    ms_per_token: Spread
+    floor_ms_per_token: float
+    split_us: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    task: str
+    tokens: int
+    ms_prefill: Spread
+    ms_device: float
+    split_us: dict[str, float]
+
+
+def prompt_row(built: Release, task: Task) -> TokenRow:
+    """A row of exactly ``task.tokens`` tokens: one letter of text is one token of the toy tokenizer."""
+    config = built.config
+    side = config.image_base_size // config.vae.ffactor_spatial
+    patches = round(config.vit.max_num_patches**0.5)
+    pictures = (CondImage(SQUARE, (side, side), (patches, patches), config.vit.max_num_patches),) * task.pictures
+
+    def row(letters: int) -> TokenRow:
+        return build_text_row(
+            built.tokenizer, config, prompt="a" * letters, system_prompt=None, cot_text=None, cond_images=pictures, task="think"
+        )
+
+    shortest = len(row(1))
+    return row(max(1, task.tokens - shortest + 1))
+
+
+def features_of(model: HunyuanImage3Model, pictures: int) -> tuple[ReferenceFeatures, ...]:
+    config, device = model.config, model.device
+    side = config.image_base_size // config.vae.ffactor_spatial
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return tuple(
+        ReferenceFeatures(
+            draw(config.vae.latent_channels, side, side, dtype=torch.float32),
+            draw(config.vit.max_num_patches, config.hidden_size, dtype=model.dtype),
+            f"picture {number}",
+        )
+        for number in range(pictures)
+    )
+
+
+def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, repeats: int, barrier: Callable[[], None]) -> PrefillRow:
+    """Row in, logits of the next token out, launched from the host as in use."""
+    cache = model.new_cache(len(row), "prefill")
+    features = features_of(model, task.pictures)
+
+    def run() -> None:
+        hidden = model.prefill(row, 0, len(row), cache, features)
+        model.next_logits(hidden[-1:], "prefill")
+
+    spread = wall_milliseconds(run, model.device, repeats=repeats, barrier=barrier)
+    split = kernel_split(run, model.device)
+    return PrefillRow(task.name, len(row), spread, sum(split.values()) / 1e3, split)
+
+
+def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reduction, str]]:
+    """Every reduction that works here. ``alone``: one rank without peers sends to itself, so the time between devices is missing."""
+    comm: Communicator = model.comm
+    hidden, dtype, device = model.config.hidden_size, model.dtype, model.device
+    if alone:
+        block = torch.zeros(mailbox_bytes(1, hidden, dtype.itemsize), dtype=torch.uint8, device=device)
+        memory = PeerMemory(torch.tensor([block.data_ptr()], device=device), block, None)
+        return [(PeerReduction(memory, 0, timeout_s=60.0), "own memory (no peers)")]
+    if comm.plan.world_size == 1:
+        return [(GroupReduction(), "none")]
+    found: list[tuple[Reduction, str]] = [(GroupReduction(), "process group")]
+    try:
+        found.append((choose_reduction(comm, hidden, dtype, device, "peer")[0], "peer memory"))
+    except PeerMemoryError as error:
+        print(f"peer memory: {error}")
+    return found
+
+
+def measure_decode(
+    model: HunyuanImage3Model, row: TokenRow, task: Task, reduction: Reduction, name: str, *, tokens: int, repeats: int, barrier: Callable[[], None]
+) -> ArRow:
+    """The device loop as it is used: ``tokens`` steps under way while the host waits for those before them."""
+    limit = tokens * (repeats + WARM_UP + 2) + 16
+    cache = model.new_cache(len(row) + limit, "prefill")
+    cache.k.normal_()
+    cache.v.normal_()
+    job = TextJob(row.tokens, limit, _NoRules(), DRAW, torch.Generator().manual_seed(0))
+    loop = DeviceLoop(model, cache, job, reduction)
+    loop.start(torch.zeros(model.config.vocab_size, device=model.device))
+    loop.advance(tokens)
+    spread = wall_milliseconds(lambda: loop.advance(tokens), model.device, repeats=repeats, barrier=barrier, wait=False)
+    torch.cuda.synchronize(model.device)
+    split = kernel_split(loop.step, model.device)
+    return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), decode_floor_ms(model, len(row)), split)
+
+
+def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *, tokens: int, barrier: Callable[[], None]) -> ArRow:
+    """The same tokens one at a time through the host."""
+    cache = model.new_cache(len(row) + tokens + 1, "prefill")
+    cache.k.normal_()
+    cache.v.normal_()
+    job = TextJob(row.tokens, tokens + 1, _NoRules(), Draw(False), torch.Generator())
+    loop = HostLoop(model, cache, job)
+    loop.start(torch.zeros(model.config.vocab_size, device=model.device))
+    barrier()
+    began = time.perf_counter()
+    loop.advance(tokens)
+    torch.cuda.synchronize(model.device)
+    each = (time.perf_counter() - began) * 1e3 / tokens
+    return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {})
+
+
+class _NoRules:
+    """Stage rules of a text that never ends by itself."""
+
+    def table(self) -> RuleTable:
+        return RuleTable(transitions=(), ratio_after=-1, ratio_tokens=(), stops=(), single=False)
+
+    def process(self, logits: torch.Tensor, last_token: int) -> torch.Tensor:
+        return logits
+
+    def is_stop(self, token: int) -> bool:
+        return False
+
+
+def decode_floor_ms(model: HunyuanImage3Model, position: int) -> float:
+    """Time for reading each weight that one token touches on this rank, its keys and values once, at the speed of a device copy."""
+    weights, total = model.weights["decode"], 0
+    for layer in weights.layers:
+        block = layer.experts[0]
+        per_expert = (block.w1[0].numel() + block.w2[0].numel()) * block.w1.element_size()
+        total += layer.topk * per_expert + layer.router.numel() * 4
+        for weight in (layer.qkv_proj, layer.o_proj, layer.shared_gate_and_up, layer.shared_down):
+            total += weight.tensor.numel() * weight.tensor.element_size()
+    total += weights.lm_head.tensor.numel() * weights.lm_head.tensor.element_size()
+    heads = model.config.num_key_value_heads // model.plan.world_size
+    total += 2 * model.config.num_hidden_layers * position * heads * model.config.head_dim * weights.lm_head.tensor.element_size()
+    return total / COPY_BANDWIDTH * 1e3

@@ -1,0 +1,126 @@
+"""The table of ``phase-parallel bench ar``: runs the measurements on one rank, prints them, writes them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..kernels.moe import MoeLayout
+from ..models.hunyuan_image_3.loading import LoadOptions
+from ..parallel.cluster import Cluster
+from ..parallel.collectives import Communicator
+from ..parallel.plan import ParallelPlan, make_plan
+from ..parallel.section import SectionKey, open_section
+from .ar import TASKS, ArRow, PrefillRow, measure_decode, measure_eager_decode, measure_prefill, prompt_row, reductions
+from .environment import describe_machine
+from .one_rank import OneRankCommunicator
+from .random_model import random_model
+from .release import RELEASE, Release, from_spec
+
+SMALL = replace(
+    RELEASE, layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, experts=8, topk=2, expert_width=128, vocab=512, image_base_size=256,
+    patch_embed_width=64, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4, vit_width=96, vit_table=4, vit_slots=64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ArOptions:
+    """``ranks`` processes of plan ``scheme``, or with ``alone`` one process that plays one of them. ``small``: toy sizes, to try the program."""
+
+    scheme: str
+    ranks: int
+    alone: bool
+    layers: int
+    layout: MoeLayout
+    small: bool
+    tokens: int
+    repeats: int
+    eager: bool
+
+
+def plan_of(options: ArOptions, rank: int) -> ParallelPlan:
+    name = options.scheme if options.ranks > 1 else "single"
+    return make_plan(name, world_size=options.ranks, rank=rank)
+
+
+def run_alone(options: ArOptions, device: torch.device) -> dict[str, Any]:
+    plan = plan_of(options, 0)
+    return _measure(options, plan, OneRankCommunicator(plan), device, lambda: None)
+
+
+def run_rank(options: ArOptions, cluster: Cluster) -> dict[str, Any]:
+    """Collective; every rank measures, the slowest of each row counts."""
+    plan = plan_of(options, cluster.rank)
+    with open_section(cluster, SectionKey("bench", "ar", 0, ""), plan, phase="bench") as section:
+        comm = section.communicator
+        result = _measure(options, plan, comm, cluster.device, lambda: comm.control_gather([0]))
+        for row in [*result["decode"], *result["prefill"]]:
+            key = "ms_per_token" if "ms_per_token" in row else "ms_prefill"
+            slowest = max(micro for (micro,) in comm.control_gather([round(row[key]["median"] * 1e6)]))
+            row[key]["slowest_rank"] = slowest / 1e6
+        section.exit("")
+    return result
+
+
+def _measure(
+    options: ArOptions, plan: ParallelPlan, comm: Communicator, device: torch.device, barrier: Callable[[], None]
+) -> dict[str, Any]:
+    built = release_of(options)
+    model = random_model(built.config, plan, comm, LoadOptions(moe_layout=options.layout), device=device)
+    tasks = [replace(task, tokens=task.tokens // 8) for task in TASKS] if options.small else TASKS
+    decode: list[ArRow] = []
+    prefill: list[PrefillRow] = []
+    for task in tasks:
+        row = prompt_row(built, task)
+        prefill.append(measure_prefill(model, row, task, repeats=options.repeats, barrier=barrier))
+        for reduction, name in reductions(model, alone=options.alone):
+            decode.append(measure_decode(model, row, task, reduction, name, tokens=options.tokens, repeats=options.repeats, barrier=barrier))
+        if options.eager:
+            decode.append(measure_eager_decode(model, row, task, tokens=8, barrier=barrier))
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {
+        **describe_machine(device),
+        "scheme": plan.describe(),
+        "ranks": plan.world_size,
+        "alone": options.alone,
+        "layers": options.layers,
+        "moe": options.layout,
+        "memory_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+        "decode": [asdict(row) for row in decode],
+        "prefill": [asdict(row) for row in prefill],
+    }
+
+
+def release_of(options: ArOptions) -> Release:
+    return from_spec(replace(SMALL if options.small else RELEASE, layers=options.layers))
+
+
+def print_result(result: dict[str, Any]) -> None:
+    peers = "one rank without its peers" if result["alone"] else f"{result['ranks']} ranks"
+    print(f"== {result['scheme']}, {peers}, {result['layers']} layers, {result['moe']}, {result['hardware']}, torch {result['torch']}, {result['commit']}")
+    for row in result["prefill"]:
+        ms = row["ms_prefill"]
+        print(f"{row['task']:5} prefill {row['tokens']:5} tokens   {ms['median']:9.2f} ms  ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}")
+    for row in result["decode"]:
+        ms, floor = row["ms_per_token"], row["floor_ms_per_token"]
+        print(
+            f"{row['task']:5} {row['decode']:6} {row['reduction']:24} {ms['median']:9.3f} ms/token  ({ms['minimum']:.3f} … {ms['maximum']:.3f}), "
+            f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %"
+        )
+    for kind in ("decode", "prefill"):
+        for row in result[kind]:
+            if row["split_us"]:
+                top = list(row["split_us"].items())[:10]
+                print(f"   {kind} {row['task']} {row.get('reduction', '')}: " + ", ".join(f"{name[:28]} {us / 1e3:.2f}" for name, us in top) + " ms")
+
+
+def write_result(result: dict[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
