@@ -21,7 +21,7 @@ from ..models.reduction import GroupReduction, PeerReduction, Reduction, choose_
 from ..parallel.collectives import Communicator
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError
 from .release import Release
-from .timing import WARM_UP, Spread, kernel_split, wall_milliseconds
+from .timing import WARM_UP, Spread, kernel_split, synchronize, wall_milliseconds
 
 SQUARE = 16  # row of the size table
 # As the release samples.
@@ -112,7 +112,9 @@ def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, rep
 
 
 def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reduction, str]]:
-    """Every reduction that works here. ``alone``: one rank without peers sends to itself, so the time between devices is missing."""
+    """Every reduction of the device loop that works here, none on a CPU. ``alone``: one rank without peers sends to itself, so the time between devices is missing."""
+    if model.device.type != "cuda":
+        return []
     comm: Communicator = model.comm
     hidden, dtype, device = model.config.hidden_size, model.dtype, model.device
     if alone:
@@ -142,7 +144,7 @@ def measure_decode(
     loop.start(torch.zeros(model.config.vocab_size, device=model.device))
     loop.advance(tokens)
     spread = wall_milliseconds(lambda: loop.advance(tokens), model.device, repeats=repeats, barrier=barrier, wait=False)
-    torch.cuda.synchronize(model.device)
+    synchronize(model.device)
     split = kernel_split(loop.step, model.device)
     return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), decode_floor_ms(model, len(row)), split)
 
@@ -158,7 +160,7 @@ def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *
     barrier()
     began = time.perf_counter()
     loop.advance(tokens)
-    torch.cuda.synchronize(model.device)
+    synchronize(model.device)
     each = (time.perf_counter() - began) * 1e3 / tokens
     return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {})
 

@@ -25,7 +25,7 @@ from .release import RELEASE, Release, from_spec
 
 SMALL = replace(
     RELEASE, layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, experts=8, topk=2, expert_width=128, vocab=512, image_base_size=256,
-    patch_embed_width=64, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4, vit_width=96, vit_table=4, vit_slots=64,
+    patch_embed_width=64, latent_channels=16, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4, vit_width=96, vit_table=4, vit_slots=64,
 )  # fmt: skip
 
 
@@ -84,7 +84,8 @@ def _measure(
         if options.eager:
             decode.append(measure_eager_decode(model, row, task, tokens=8, barrier=barrier))
         gc.collect()
-        torch.cuda.empty_cache()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return {
         **describe_machine(device),
         "scheme": plan.describe(),
@@ -92,7 +93,7 @@ def _measure(
         "alone": options.alone,
         "layers": options.layers,
         "moe": options.layout,
-        "memory_gb": torch.cuda.max_memory_allocated(device) / 1e9,
+        "memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
         "decode": [asdict(row) for row in decode],
         "prefill": [asdict(row) for row in prefill],
     }

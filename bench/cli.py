@@ -26,7 +26,10 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join) -> int:
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
-    if not torch.cuda.is_available():
+    if options.command == "ar" and options.device == "cpu":
+        if options.scale != "small":
+            raise BenchError("bench ar --device cpu only tries the program; add --scale small.")
+    elif not torch.cuda.is_available():
         raise BenchError(f"bench {options.command} measures CUDA devices and this machine has none; run it on a machine with a GPU.")
     if options.command == "memory":
         from .prefix_memory import report
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--layers", type=int, default=32)
     ar.add_argument("--moe-layout", choices=MOE_LAYOUTS, default="micro_major")
     ar.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    ar.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     ar.add_argument("--tokens", type=int, default=64, help="tokens of one measurement (default 64)")
     ar.add_argument("--repeats", type=int, default=5)
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
@@ -61,12 +65,13 @@ def _parser() -> argparse.ArgumentParser:
 def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     from .ar_table import ArOptions, print_result, run_alone, write_result
 
-    ranks = options.ranks or torch.cuda.device_count()
+    cuda = options.device == "cuda"
+    ranks = options.ranks or (torch.cuda.device_count() if cuda else 1)
     run = ArOptions(
         scheme=options.scheme,
         ranks=ranks,
         alone=options.alone or ranks == 1,
-        layers=options.layers,
+        layers=2 if options.scale == "small" else options.layers,
         layout=options.moe_layout,
         small=options.scale == "small",
         tokens=options.tokens,
@@ -74,12 +79,12 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         eager=not options.no_eager,
     )
     if not run.alone:
-        if ranks > torch.cuda.device_count():
+        if cuda and ranks > torch.cuda.device_count():
             raise BenchError(f"{ranks} ranks need {ranks} GPUs and this machine has {torch.cuda.device_count()}; give fewer --ranks, or --alone.")
         out = None if options.out is None else str(options.out.resolve())
-        start_ranks(["bench"], {"ranks": ranks, "device": "cuda", "run": asdict(run), "out": out})
+        start_ranks(["bench"], {"ranks": ranks, "device": options.device, "run": asdict(run), "out": out})
         return
-    result = run_alone(run, torch.device("cuda", torch.cuda.current_device()))
+    result = run_alone(run, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     print_result(result)
     if options.out is not None:
         write_result(result, options.out)

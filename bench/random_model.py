@@ -24,13 +24,14 @@ NORM_SPREAD = 0.1
 
 
 def random_model(
-    config: HunyuanImage3Config, plan: ParallelPlan, comm: Communicator, options: LoadOptions, *, device: torch.device, seed: int = 0
+    config: HunyuanImage3Config, plan: ParallelPlan, comm: Communicator, options: LoadOptions, *, device: torch.device, seed: int = 0, fill: bool = True
 ) -> HunyuanImage3Model:
-    """This rank's model of ``config``; needs the memory of its resident weights and nothing beside it."""
+    """This rank's model of ``config``; needs the memory of its resident weights and nothing beside it. Without ``fill`` the values are undefined."""
     dtype = trunk_dtype(config, options.weight_dtype)
     table = sharding_table(config, plan, options.moe_layout)
     resident = allocate(table, kind_dtypes(dtype), device)
-    fill_random(resident, table.targets, shard=plan.shard, layers=config.num_hidden_layers, seed=seed)
+    if fill:
+        fill_random(resident, table.targets, shard=plan.shard, layers=config.num_hidden_layers, seed=seed)
     return build_model(config, plan, comm, options, table, resident, device=device, dtype=dtype)
 
 

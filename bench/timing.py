@@ -32,6 +32,11 @@ class Spread:
         return f"{self.median:8.3f} ({self.minimum:.3f} … {self.maximum:.3f})"
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def wall_milliseconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, barrier: Callable[[], None] = lambda: None, wait: bool = True
 ) -> Spread:
@@ -41,18 +46,20 @@ def wall_milliseconds(
     for number in range(WARM_UP + repeats):
         if wait:
             barrier()
-            torch.cuda.synchronize(device)
+            synchronize(device)
         began = time.perf_counter()
         run()
         if wait:
-            torch.cuda.synchronize(device)
+            synchronize(device)
         if number >= WARM_UP:
             values.append((time.perf_counter() - began) * 1e3)
     return Spread.of(values)
 
 
 def kernel_split(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Microseconds of device time by kernel name. Kernels that start early wait inside their time, so the sum can exceed the whole."""
+    """Microseconds of device time by kernel name, empty on a CPU. Kernels that start early wait inside their time, so the sum can exceed the whole."""
+    if device.type != "cuda":
+        return {}
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(device)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phase_parallel.bench.errors import BenchError
 from phase_parallel.bench.one_rank import OneRankCommunicator
 from phase_parallel.bench.random_model import random_model
 from phase_parallel.bench.release import from_spec, release
@@ -61,4 +60,5 @@ def test_values_keep_their_scale(layout: str) -> None:
 def test_bench_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "memory"]) == 1
-    assert capsys.readouterr().err == f"phase-parallel: {BenchError('bench memory measures a CUDA device and this machine has none; run it on a machine with a GPU.')}\n"
+    wanted = "bench memory measures CUDA devices and this machine has none; run it on a machine with a GPU."
+    assert capsys.readouterr().err == f"phase-parallel: {wanted}\n"
