@@ -5,6 +5,7 @@ Fixed traces: each run reads the same row and writes the same number of tokens, 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class ArRow:
     ms_per_token: Spread
     floor_ms_per_token: float
     split_us: dict[str, float]
+    tokens_digest: str
+    """Of all tokens that were written; equal on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,15 @@ def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reductio
 
 
 def measure_decode(
-    model: HunyuanImage3Model, row: TokenRow, task: Task, reduction: Reduction, name: str, *, tokens: int, repeats: int, barrier: Callable[[], None]
+    model: HunyuanImage3Model,
+    row: TokenRow,
+    task: Task,
+    reduction: Reduction,
+    name: str,
+    *,
+    tokens: int,
+    repeats: int,
+    barrier: Callable[[], None],
 ) -> ArRow:
     """The device loop as it is used: ``tokens`` steps under way while the host waits for those before them."""
     limit = tokens * (repeats + WARM_UP + 2) + 16
@@ -146,23 +157,25 @@ def measure_decode(
     spread = wall_milliseconds(lambda: loop.advance(tokens), model.device, repeats=repeats, barrier=barrier, wait=False)
     synchronize(model.device)
     split = kernel_split(loop.step, model.device)
-    return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), decode_floor_ms(model, len(row)), split)
+    digest = hashlib.sha256(repr(list(loop.tokens)).encode()).hexdigest()[:16]
+    return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), decode_floor_ms(model, len(row)), split, digest)
 
 
 def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *, tokens: int, barrier: Callable[[], None]) -> ArRow:
     """The same tokens one at a time through the host."""
-    cache = model.new_cache(len(row) + tokens + 1, "prefill")
+    cache = model.new_cache(len(row) + tokens + 4, "prefill")
     cache.k.normal_()
     cache.v.normal_()
-    job = TextJob(row.tokens, tokens + 1, _NoRules(), Draw(False), torch.Generator())
+    job = TextJob(row.tokens, tokens + 4, _NoRules(), Draw(False), torch.Generator())
     loop = HostLoop(model, cache, job)
     loop.start(torch.zeros(model.config.vocab_size, device=model.device))
+    loop.advance(2)
     barrier()
     began = time.perf_counter()
     loop.advance(tokens)
     synchronize(model.device)
     each = (time.perf_counter() - began) * 1e3 / tokens
-    return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {})
+    return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {}, "")
 
 
 class _NoRules:

@@ -19,6 +19,7 @@ from ..parallel.plan import ParallelPlan, make_plan
 from ..parallel.section import SectionKey, open_section
 from .ar import TASKS, ArRow, PrefillRow, measure_decode, measure_eager_decode, measure_prefill, prompt_row, reductions
 from .environment import describe_machine
+from .errors import BenchError
 from .one_rank import OneRankCommunicator
 from .random_model import random_model
 from .release import RELEASE, Release, from_spec
@@ -64,8 +65,17 @@ def run_rank(options: ArOptions, cluster: Cluster) -> dict[str, Any]:
             key = "ms_per_token" if "ms_per_token" in row else "ms_prefill"
             slowest = max(micro for (micro,) in comm.control_gather([round(row[key]["median"] * 1e6)]))
             row[key]["slowest_rank"] = slowest / 1e6
+        require_equal_tokens(comm, result["decode"])
         section.exit("")
     return result
+
+
+def require_equal_tokens(comm: Communicator, rows: list[dict[str, Any]]) -> None:
+    """All ranks must have written the same text in every row."""
+    for row in rows:
+        mine = int(row["tokens_digest"] or "0", 16) >> 1  # the gather carries signed numbers
+        if len({digest for (digest,) in comm.control_gather([mine])}) != 1:
+            raise BenchError(f"the ranks wrote different tokens in {row['task']} with {row['decode']} and {row['reduction']}")
 
 
 def _measure(

@@ -1,7 +1,7 @@
 """One-shot all-reduce of one token's vector through peers' memory, with the residual addition and the RMSNorm that follow it.
 
-Each rank owns a *mailbox* that its peers can write: two parities of ``[ranks, H]`` summands and one counter per peer. A call writes this rank's summand
-into its row of every mailbox, raises its counter there, waits until all counters of the own mailbox have reached the number of the call, and adds the
+Each rank owns a *mailbox* that its peers can write: two parities of ``[ranks, H]`` summands and one counter per peer. A call writes this rank's
+summand into its row of every mailbox, raises its counter there, waits until all counters of the own mailbox have reached the number of the call, and adds the
 rows in the order of the ranks, in fp32. All ranks add the same numbers in the same order, so they hold the same bits.
 
 A rank can be at most one call ahead of a peer: call n+1 ends only after every peer has begun n+1, and so has read all of n. Two parities suffice.
