@@ -115,7 +115,7 @@ def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, rep
 
 
 def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reduction, str]]:
-    """Every reduction of the device loop that works here, none on a CPU. ``alone``: one rank without peers sends to itself, so the time between devices is missing."""
+    """Every reduction of the device loop that works here, none on a CPU. ``alone``: one rank without peers sends to itself."""
     if model.device.type != "cuda":
         return []
     comm: Communicator = model.comm

@@ -26,7 +26,8 @@ from .release import RELEASE, Release, from_spec
 
 SMALL = replace(
     RELEASE, layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, experts=8, topk=2, expert_width=128, vocab=512, image_base_size=256,
-    patch_embed_width=64, latent_channels=16, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4, vit_width=96, vit_table=4, vit_slots=64,
+    patch_embed_width=64, latent_channels=16, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4,
+    vit_width=96, vit_table=4, vit_slots=64,
 )  # fmt: skip
 
 
@@ -118,7 +119,8 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"== {result['scheme']}, {peers}, {result['layers']} layers, {result['moe']}, {result['hardware']}, torch {result['torch']}, {result['commit']}")
     for row in result["prefill"]:
         ms = row["ms_prefill"]
-        print(f"{row['task']:5} prefill {row['tokens']:5} tokens   {ms['median']:9.2f} ms  ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}")
+        spread = f"{ms['median']:9.2f} ms  ({ms['minimum']:.2f} … {ms['maximum']:.2f})"
+        print(f"{row['task']:5} prefill {row['tokens']:5} tokens   {spread}, kernels {row['ms_device']:.2f}")
     for row in result["decode"]:
         ms, floor = row["ms_per_token"], row["floor_ms_per_token"]
         print(

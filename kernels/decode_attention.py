@@ -14,6 +14,7 @@ from .triton_support import jit, let_next_start, next_power_of_2, overlap_option
 SPLITS = 32
 # Keys that one step of a split reads.
 BLOCK_KEYS = 64
+WARPS = 4
 
 
 def decode_attention_eager(
@@ -168,5 +169,5 @@ class DecodeAttention:
         _decode_attention[(kv_heads, SPLITS)](
             qkv, cos, sin, query_norm, key_norm, k_cache, v_cache, position, out, self._part_out, self._part_max, self._part_sum, self._arrived,
             eps, head_dim**-0.5, k_cache.stride(0), g=self._group, D=head_dim, PAD=self._pad, ROWS=self._rows, BLOCK=BLOCK_KEYS, SPLITS=SPLITS,
-            num_warps=4, **overlap_options(qkv.device),
+            num_warps=WARPS, **overlap_options(qkv.device),
         )  # fmt: skip

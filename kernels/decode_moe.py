@@ -192,7 +192,8 @@ def _all_down(
     total = tile.to(tl.float32) * load_vector(shared, tl.arange(0, BLOCK), shared_width, SHARED_EVEN)[None, :]
     for first in tl.static_range(BLOCK, shared_width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        total += load_tile(shared_base, column, inside, shared_width, SHARED_EVEN).to(tl.float32) * load_vector(shared, column, shared_width, SHARED_EVEN)[None, :]
+        value = load_vector(shared, column, shared_width, SHARED_EVEN)
+        total += load_tile(shared_base, column, inside, shared_width, SHARED_EVEN).to(tl.float32) * value[None, :]
     for slot in tl.static_range(K):
         weight = tl.load(weights + slot)
         base = w2 + tl.load(ids + slot).to(tl.int64) * expert_stride + row.to(tl.int64)[:, None] * row_stride

@@ -11,6 +11,7 @@ Weights are ``w1 [E, 2·I, H]`` and ``w2 [E, H, I]`` per micro shard, as views w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -143,7 +144,7 @@ class MicroViews:
         strides = []
         for name in ("w1", "w2"):
             places = [getattr(block, name).data_ptr() for block in blocks]
-            steps = {after - before for before, after in zip(places, places[1:], strict=False)}
+            steps = {after - before for before, after in pairwise(places)}
             if len(steps) != 1 or any(block.micros != 1 for block in blocks):
                 raise ValueError("expert blocks of several micro shards must be equally spaced views of one tensor")
             strides.append(steps.pop() // first.w1.element_size())

@@ -112,7 +112,7 @@ def _next_token(
         token = tl.where(bad, 0, token)
         # Stage rules, in the order of StageRules.process.
         pending, end, used = tl.load(state + PENDING), tl.load(state + PENDING_END), tl.load(state + USED)
-        if pending < end:
+        if pending < end:  # noqa: SIM102, behind the last forced token there is nothing to load
             if tl.load(forced + pending) == last:
                 pending += 1
         if pending == end:

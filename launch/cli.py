@@ -20,7 +20,6 @@ def main(arguments: list[str] | None = None) -> int:
         return _report_errors(lambda: check.main(words[1:]))
     if words[:1] == ["bench"]:
         from ..bench import cli as bench
-
         from .spmd import joined, start_ranks
 
         return _report_errors(

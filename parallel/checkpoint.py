@@ -179,7 +179,7 @@ class Checkpoint:
         reader.close()
         holes = [name for name, count in filled.items() if count != resident[name].numel()]
         if holes:
-            raise CheckpointError(f"{holes[0]} was filled with {filled[holes[0]]} of {resident[holes[0]].numel()} values; this is a defect of the sharding table")
+            raise CheckpointError(f"{holes[0]} was filled with {filled[holes[0]]} of {resident[holes[0]].numel()} values; a defect of the sharding table")
 
 
 def _tensor_info(file: str, key: str, value: dict) -> TensorInfo:

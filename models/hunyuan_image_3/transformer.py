@@ -181,7 +181,7 @@ def _attention_kv_gather(
     qkv: torch.Tensor, layer: LayerWeights, index: int, weights: TrunkWeights, batch: ForwardBatch, view: PhaseView
 ) -> torch.Tensor:
     """Queries stay with their rank; keys and values of the block are gathered over the sequence-parallel group."""
-    d, g = weights.head_dim, weights.query_group
+    d = weights.head_dim
     first, last = local_rows(view, batch.padded)
     queries = []
     pairs = qkv.new_zeros(last - first, len(batch.slots), 2, qkv.shape[2], d)  # [T/sp, n, 2, G, d]

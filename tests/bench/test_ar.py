@@ -17,7 +17,6 @@ from phase_parallel.launch.cli import main
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
 from phase_parallel.parallel.plan import make_plan
 
-
 SMALL = ["bench", "ar", "--device", "cpu", "--scale", "small", "--repeats", "1"]
 
 
