@@ -75,4 +75,5 @@ def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple
         raise ValueError(f"fused kernels cannot run here: {reason}; choose kernels auto or eager")
     if choice == "fused" or (reason is None and device.type == "cuda"):
         return FUSED, "fused: Triton kernels and PyTorch's fused attention"
+    # None only in Triton's interpreter, which is not for real work.
     return EAGER, f"eager: {reason or 'no CUDA device'}"

@@ -31,12 +31,12 @@ def interpreting() -> bool:
 
 def why_not(device: torch.device) -> str | None:
     """None when Triton kernels run on ``device``, else the reason for the message that names the backend."""
-    if triton is None:
-        return "Triton is not installed"
     if interpreting():
         return None
     if device.type != "cuda":
-        return "Triton needs a CUDA device"
+        return "no CUDA device"
+    if triton is None:
+        return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return f"Triton kernels need sm_80 and this GPU is sm_{capability[0]}{capability[1]}"

@@ -14,8 +14,10 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..kernels.kernel_set import KERNEL_CHOICES
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
-from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
+from ..models.hunyuan_image_3.loading import REDUCTION_CHOICES, LoadOptions, check_folder
+from ..models.hunyuan_image_3.token_loop import DECODE_CHOICES
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, ParallelPlan, PlanError, make_plan
 from .errors import LaunchError
 from .golden import GoldenCase
@@ -50,10 +52,17 @@ class CheckOptions:
     cfg_mode: str
     reuse_text: bool
     device: str
+    kernels: str = "auto"
+    decode: str = "auto"
+    reduction: str = "auto"
+
+    def load_options(self) -> LoadOptions:
+        return LoadOptions("fp32", self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction)
 
     def describe(self) -> str:
         plan = make_plan(self.plan, world_size=self.ranks, denoise=self.denoise, attention=self.attention)
-        return f"{plan.describe()} · {self.moe_layout} {self.moe_path} · CFG {self.cfg_mode}"
+        chosen = [f" · {name} {getattr(self, name)}" for name in ("kernels", "decode", "reduction") if getattr(self, name) != "auto"]
+        return f"{plan.describe()} · {self.moe_layout} {self.moe_path} · CFG {self.cfg_mode}{''.join(chosen)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,7 +100,7 @@ def checked_rows(run: CheckOptions) -> list[dict]:
         try:
             checkpoint = GoldenCase.read(Path(run.golden) / "cases" / name).checkpoint
             if checkpoint not in checkpoints:
-                checkpoints[checkpoint] = _why_not(checkpoint, plan, LoadOptions("fp32", run.moe_layout, run.moe_path))
+                checkpoints[checkpoint] = _why_not(checkpoint, plan, run.load_options())
             reason = checkpoints[checkpoint]
         except CaseError as error:
             reason = str(error)
@@ -128,6 +137,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cfg-mode", choices=("batched", "serial"), default="batched")
     parser.add_argument("--no-text-reuse", action="store_true", help="compute the denoise prefix again instead of reusing the text's keys and values")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kernels", choices=KERNEL_CHOICES, default="auto", help="of prefill and denoise (default: fused on CUDA devices)")
+    parser.add_argument("--decode", choices=DECODE_CHOICES, default="auto", help="how text is written (default: graph on CUDA devices)")
+    parser.add_argument("--reduction", choices=REDUCTION_CHOICES, default="auto", help="with --decode graph: how a step adds up the ranks' parts")
     parser.add_argument("--brief", action="store_true", help="one line per case; of the tensors only those that fail")
     options = parser.parse_args(arguments)
     if options.plan and "all" in options.plan:
@@ -156,6 +168,9 @@ def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
         cfg_mode=options.cfg_mode,
         reuse_text=not options.no_text_reuse,
         device=options.device,
+        kernels=options.kernels,
+        decode=options.decode,
+        reduction=options.reduction,
     )
     try:
         run.describe()

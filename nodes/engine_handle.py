@@ -54,6 +54,7 @@ class EngineChoice:
     weight_dtype: str
     moe_layout: str
     moe_path: str
+    kernels: str = "auto"
 
     @property
     def key(self) -> str:
@@ -68,9 +69,8 @@ class EngineHandle:
     """Raises, before any collective, a ValueError that says what is wrong with the folder or the choices."""
 
     def __init__(self, choice: EngineChoice, calls: Calls, *, reason: str = "") -> None:
-        check_folder(
-            choice.folder, choice.plan, LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path)
-        )
+        options = LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path, choice.kernels)
+        check_folder(choice.folder, choice.plan, options)
         self.choice = choice
         self.reason = reason
         self.config = HunyuanImage3Config.from_folder(choice.folder)

@@ -12,7 +12,7 @@ from .prompt_files import ReadsSystemPrompt
 from .prompts import CHECKPOINT_DEFAULT, check_prompt, system_prompt_text
 from .references import prepare_references
 from .text_socket import HunyuanText, engine_of_clip
-from .text_stage import Sampling, cut_note
+from .text_stage import Sampling, cut_note, speed_line
 
 CHAT_TASK = "auto"
 
@@ -88,5 +88,6 @@ class HunyuanImage3Ask(ReadsSystemPrompt):
         shown = answer
         if result["truncated"]:
             shown += f"\n({cut_note(engine, 'The answer', max_new_tokens, result)})"
+        shown = "\n".join(line for line in (shown, speed_line(result)) if line)
         host_compat.show_text(shown, unique_id)
         return {"ui": {"text": [shown]}, "result": (answer,)}

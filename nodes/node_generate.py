@@ -149,7 +149,7 @@ class HunyuanImage3Generate(ReadsSystemPrompt):
         outcome = run_text_stage(engine, wish, node_id=unique_id, report=report)
         system = system_prompt_text(engine, system_prompt, custom_system_prompt, picture_task(task, cot_text))
         host_compat.annotate(_metadata(engine, wish, system, outcome, settings), unique_id, graph)
-        report.keep(outcome.note)
+        report.keep("\n".join(line for line in (outcome.note, outcome.speed) if line))
         references = prepare_references(engine, wish.images, seed=wish.reference_seed)
         latents = draw(engine, prompt, system, outcome, references, settings, report)
         return vae.decode(latents), outcome.cot_text

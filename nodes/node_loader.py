@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.kernel_set import KERNEL_CHOICES
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
 from . import checkpoint_folders, host_compat, inputs, plan_choice
@@ -81,6 +82,7 @@ class HunyuanImage3Loader:
         attention: str = AUTO,
         moe_layout: str = MOE_LAYOUTS[0],
         moe_path: str = MOE_PATHS[0],
+        kernels: str = KERNEL_CHOICES[0],
         unique_id: str | None = None,
     ) -> tuple[Any, HunyuanText, HunyuanVae]:
         path = str(checkpoint_folders.checkpoint_folder(folder))
@@ -93,13 +95,19 @@ class HunyuanImage3Loader:
             attention=attention,
             weight_dtype=weight_dtype,
         )
-        choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path)
+        choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path, kernels)
         engine = EngineHandle(choice, driver, reason=reason)
-        engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
+        loaded, _ = engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)
-        host_compat.show_text(f"{chosen.describe()} ({reason})\n{sampler_hint(engine)}", unique_id)
+        lines = (f"{chosen.describe()} ({reason})", backend_words(loaded["measured"]), sampler_hint(engine))
+        host_compat.show_text("\n".join(lines), unique_id)
         return build_model(engine), HunyuanText(engine), vae
+
+
+def backend_words(measured: dict[str, str]) -> str:
+    """Which kernels run on this rank and how text is written, with the reasons that the engine gave."""
+    return f"kernels {measured['kernels']}; text {measured['decode']}"
 
 
 def sampler_hint(engine: EngineHandle) -> str:
@@ -150,6 +158,16 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
                 "default": MOE_PATHS[0],
                 "advanced": True,
                 "tooltip": "How the experts' two halves are computed; for speed comparisons. Same picture.",
+            },
+        ),
+        # Last, so that the widgets of saved workflows keep their places.
+        "kernels": (
+            list(KERNEL_CHOICES),
+            {
+                "default": KERNEL_CHOICES[0],
+                "advanced": True,
+                "tooltip": "'auto': fast GPU kernels for the experts, attention and the model's text where they run, else "
+                "PyTorch alone; the node shows which. 'eager': PyTorch alone, much slower. 'fused': refuse to run without them.",
             },
         ),
     }

@@ -105,6 +105,8 @@ def _work(record: dict[str, Any]) -> str:
         work += f" {record['done']}/{record['total']}"
     if record["tokens_per_s"]:
         work += f", {record['tokens_per_s']:.1f} tokens/s"
+        if record["text_path"]:
+            work += f" ({record['text_path']})"
     if record["s_per_step"]:
         work += f", {record['s_per_step']:.2f} s/step"
     return work

@@ -94,9 +94,8 @@ class HunyuanImage3Rewrite(ReadsSystemPrompt):
         outcome = run_text_stage(
             engine_of_clip(clip), wish, node_id=unique_id, report=NodeProgress(unique_id)
         )
-        line = outcome.recaption or f"{outcome.width} x {outcome.height}"
-        if outcome.note:
-            line = f"{outcome.note}\n{line}"
+        text = outcome.recaption or f"{outcome.width} x {outcome.height}"
+        line = "\n".join(part for part in (outcome.note, text, outcome.speed) if part)
         host_compat.show_text(line, unique_id)
         return {
             "ui": {"text": [line]},

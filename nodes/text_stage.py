@@ -77,6 +77,8 @@ class TextOutcome:
     width: int
     note: str = ""
     """What the user should know: a cut text, a size that became another."""
+    speed: str = ""
+    """How the text was written and how fast; empty where none was."""
 
 
 def run_text_stage(
@@ -107,6 +109,16 @@ def size_note(asked: tuple[int, int] | None, drawn: tuple[int, int]) -> str:
     if asked is None or tuple(asked) == tuple(drawn):
         return ""
     return f"{asked[1]}x{asked[0]} is not a size of this model; the nearest one is drawn: {drawn[1]}x{drawn[0]}."
+
+
+def speed_line(result: dict[str, Any]) -> str:
+    """How a text was written and how fast; empty for a single token, which the prompt already gave. `result` is that of the text operation."""
+    steps, measured = len(result["tokens"]) - 1, result["measured"]
+    if steps < 1:
+        return ""
+    # The reasons behind the colons are for the Ranks node.
+    ways = [measured[name].partition(":")[0] for name in ("decode", "reduction")]
+    return f"AR: {', '.join(ways)}, {steps / measured['decode_seconds']:.1f} tokens/s"
 
 
 def cut_note(engine: EngineHandle, what: str, max_new_tokens: int, result: dict[str, Any]) -> str:
@@ -182,4 +194,4 @@ def _write(
     if result["truncated"]:
         notes.append(cut_note(engine, "The text", wish.max_new_tokens, result) + " Its tags were closed so that it can be used.")
     note = " ".join(text for text in notes if text)
-    return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note)
+    return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note, speed_line(result))

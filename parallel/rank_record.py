@@ -33,6 +33,8 @@ class RankRecord:
     done: int = 0
     total: int = 0
     tokens_per_s: float | None = None
+    text_path: str = ""
+    """How the last text was written, in words."""
     s_per_step: float | None = None
     digest: str = ""
     """Digest of the last section's result."""
@@ -82,6 +84,10 @@ class RecordKeeper:
                     self._record.tokens_per_s = done / seconds
                 else:
                     self._record.s_per_step = seconds / done
+
+    def note_text(self, path: str) -> None:
+        with self._lock:
+            self._record.text_path = path
 
     def end_section(self, *, digest: str | None = None, error: str = "") -> dict[str, float]:
         """Returns the seconds of each phase."""

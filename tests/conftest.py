@@ -1,15 +1,22 @@
-"""Makes the helpers of tests/support and the rank pool importable by name; pytest's importlib mode adds no folder by itself."""
+"""Makes the helpers of tests/support and the rank pool importable by name (pytest's importlib mode adds no folder by itself), and chooses where Triton's
+kernels run."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 for folder in (HERE / "support", HERE / "parallel"):
     sys.path.append(str(folder))
+
+# Before any test file imports a kernel. The pack itself never chooses the interpreter: its "auto" takes the eager path on a CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _checkpoint(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:

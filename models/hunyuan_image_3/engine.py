@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.kernel_set import choose_kernels
 from ...parallel.collectives import Communicator
 from ...parallel.plan import ParallelPlan
 from .config import HunyuanImage3Config
@@ -25,6 +26,7 @@ from .tokenizer import HunyuanTokenizer
 
 Check = Callable[[int, int], None]
 Report = Callable[[dict[str, Any]], None]
+_DEFAULT = LoadOptions()
 
 
 class NotFiniteError(RuntimeError):
@@ -48,14 +50,26 @@ class ImageRequest:
 class Engine:
     """Owns nothing global: one object per rank and checkpoint. Pure calls over the model, the prefix store and the tokenizer."""
 
-    def __init__(self, model: HunyuanImage3Model, tokenizer: HunyuanTokenizer, *, cfg_mode: CfgMode = "batched", reuse_text: bool = True):
+    def __init__(
+        self,
+        model: HunyuanImage3Model,
+        tokenizer: HunyuanTokenizer,
+        *,
+        options: LoadOptions = _DEFAULT,
+        cfg_mode: CfgMode = "batched",
+        reuse_text: bool = True,
+    ):
+        """``options``: those that ``model`` was loaded with."""
         self.model = model
         self.tokenizer = tokenizer
         self.prefixes = PrefixStore(model, reuse_text=reuse_text)
         self.references = ReferenceStore(model)
         self.denoiser = Denoiser(model, self.prefixes, cfg_mode=cfg_mode)
         self.table: ResolutionTable = resolution_table(model.config, tokenizer)
-        self.text = TextGenerator(model, tokenizer, self.table, self.prefixes)
+        self.text = TextGenerator(
+            model, tokenizer, self.table, self.prefixes, decode=options.decode, reduction=options.reduction, kernels=options.kernels
+        )
+        _, self.kernels_reason = choose_kernels(model.device, options.kernels)
 
     @classmethod
     def load(
@@ -73,7 +87,7 @@ class Engine:
         """Collective. Raises before memory is spent when the folder, the plan or the device does not fit."""
         tokenizer = HunyuanTokenizer.from_folder(folder, HunyuanImage3Config.from_folder(folder))
         model = load_model(folder, plan, comm, options, device=device, progress=progress)
-        return cls(model, tokenizer, cfg_mode=cfg_mode, reuse_text=reuse_text)
+        return cls(model, tokenizer, options=options, cfg_mode=cfg_mode, reuse_text=reuse_text)
 
     @property
     def config(self) -> HunyuanImage3Config:

@@ -16,25 +16,31 @@ from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_
 from ...parallel.collectives import Communicator
 from ...parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
 from ...parallel.slicing import ShardingTable
+from ..reduction import ReductionChoice
 from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model
 from .sharding import AROUND, ROUTER, TRUNK, VAE, sharding_table
+from .token_loop import DECODE_CHOICES, DecodeChoice, choose_decode
 from .weights import around_modules, phase_weights
 
 WeightDtype = Literal["auto", "bf16", "fp32"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
+REDUCTION_CHOICES: tuple[ReductionChoice, ...] = get_args(ReductionChoice)
 # Room for activations, KV caches and the workspace of libraries beside the weights.
 DEVICE_HEADROOM = 2 << 30
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json."""
+    """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json. ``decode``: how tokens are written; ``reduction``: how a
+    step of that on the device adds up the ranks' summands."""
 
     weight_dtype: WeightDtype = "auto"
     moe_layout: MoeLayout = "micro_major"
     moe_path: MoePath = "multi_micro"
     kernels: KernelChoice = "auto"
+    decode: DecodeChoice = "auto"
+    reduction: ReductionChoice = "auto"
 
     def __post_init__(self) -> None:
         for what, value, choices in (
@@ -42,6 +48,8 @@ class LoadOptions:
             ("MoE layout", self.moe_layout, MOE_LAYOUTS),
             ("MoE path", self.moe_path, MOE_PATHS),
             ("kernels", self.kernels, KERNEL_CHOICES),
+            ("decode", self.decode, DECODE_CHOICES),
+            ("reduction", self.reduction, REDUCTION_CHOICES),
         ):
             if value not in choices:
                 raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
@@ -49,6 +57,13 @@ class LoadOptions:
             raise ValueError(
                 "MoE path two_dispatch runs one dispatch per micro shard, which expert_major has merged; choose micro_major"
             )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError when ``device`` cannot follow a choice."""
+        choose_kernels(device, self.kernels)
+        on_device, reason = choose_decode(device, self.decode, self.kernels)
+        if self.reduction == "peer" and not on_device:
+            raise ValueError(f"reduction peer is for tokens that are written on the device, but decode is {reason}; choose reduction auto")
 
 
 def trunk_dtype(config: HunyuanImage3Config, choice: WeightDtype) -> torch.dtype:
@@ -73,8 +88,9 @@ def load_model(
     """Collective over the plan's ranks (replicas compare their weights at the end).
 
     Raises:
-        ConfigError, CheckpointError, ShardingError, PlanError: before memory is spent; the sentence says what to do.
+        ValueError (ConfigError, CheckpointError, ShardingError, PlanError): before memory is spent; the sentence says what to do.
     """
+    options.check_device(device)
     config = HunyuanImage3Config.from_folder(folder)
     checkpoint = Checkpoint(folder)
     table = sharding_table(config, plan, options.moe_layout)

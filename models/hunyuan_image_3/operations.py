@@ -31,7 +31,7 @@ _LOAD_REPORTS = 50
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Which engine: the folder, how its weights are kept, and how guided rows are run. The plan comes with the operation."""
+    """Which engine: the folder, how its weights are kept and computed, and how guided rows are run. The plan comes with the operation."""
 
     folder: str
     weight_dtype: str = "auto"
@@ -39,9 +39,12 @@ class EngineArguments:
     moe_path: str = "multi_micro"
     cfg_mode: str = "batched"
     reuse_text: bool = True
+    kernels: str = "auto"
+    decode: str = "auto"
+    reduction: str = "auto"
 
     def options(self) -> LoadOptions:
-        return LoadOptions(self.weight_dtype, self.moe_layout, self.moe_path)
+        return LoadOptions(self.weight_dtype, self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction)
 
 
 class EngineSlot:
@@ -104,10 +107,11 @@ def _engine(context: OperationContext, args: dict[str, Any]) -> Engine:
 
 @register(f"{MODEL}.load")
 def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Nothing but the engine; returns what a node shows of it."""
+    """Nothing but the engine; returns what a node shows of it, and as measured, since devices may differ: which kernels run and how text is written."""
     engine = _engine(context, args)
     resident = sum(p.nbytes for p in engine.model.around.parameters())
-    return {"plan": context.plan.describe(), "around_bytes": resident}, {}
+    backend = {"kernels": engine.kernels_reason, "decode": engine.text.decode_reason}
+    return {"plan": context.plan.describe(), "around_bytes": resident, "measured": backend}, {}
 
 
 @register(f"{MODEL}.encode_references")
@@ -167,7 +171,8 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
         index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
     height, width = (None, None) if index is None else engine.table.size(index)
     values = asdict(result) | {"cot_text": cot_text}
-    measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds")}
+    measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds", "decode", "reduction")}
+    context.cluster.record.note_text(f"{result.decode}; {result.reduction}")
     return values | {"height": height, "width": width, "measured": measured}, {}
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ...kernels.kernel_set import KernelChoice
 from ...kernels.next_token import Draw
-from ...kernels.triton_support import why_not
 from ...parallel.collectives import Communicator
 from ..reduction import Reduction, ReductionChoice, choose_reduction
 from .config import HunyuanImage3Config
@@ -24,11 +24,10 @@ from .resolution import ResolutionTable
 from .seeds import seeded_generator
 from .sequence import CondImage, build_text_row
 from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens
-from .token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, Trace
+from .token_loop import DecodeChoice, DeviceLoop, HostLoop, TextJob, TokenLoop, Trace, choose_decode
 from .token_row import TokenRow
 from .tokenizer import HunyuanTokenizer
 
-DecodeChoice = Literal["auto", "eager", "graph"]
 # Ranks agree on the stop word, and the user sees new text, every so many tokens.
 TOKENS_PER_CHECK = 4
 # Special tokens of a picture section around its <img> tokens, at most; room so that denoise can go on in the text's cache.
@@ -76,6 +75,10 @@ class TextResult:
     truncated: bool
     prefill_seconds: float
     decode_seconds: float
+    decode: str
+    """How the tokens were written, as :func:`~.token_loop.choose_decode` words it."""
+    reduction: str
+    """How a decode step added up the ranks' summands, and why; ranks may have other reasons."""
 
 
 def prefill_row(
@@ -106,13 +109,14 @@ class TextGenerator:
         *,
         decode: DecodeChoice = "auto",
         reduction: ReductionChoice = "auto",
+        kernels: KernelChoice = "auto",
     ):
-        """``decode``: tokens through the host (eager) or on the device (graph); auto takes the device where it can."""
+        """``decode``: tokens through the host (eager) or on the device (graph); auto takes the device where it can. Raises as choose_decode."""
         self._model = model
         self._tokenizer = tokenizer
         self._table = table
         self._prefixes = prefixes
-        self._decode = decode
+        self._on_device, self.decode_reason = choose_decode(model.device, decode, kernels)
         self._reduce = reduction
         self._connected: Communicator | None = None
         self._reduction: Reduction | None = None
@@ -159,12 +163,10 @@ class TextGenerator:
 
     def _loop(self, cache: KVCache, job: TextJob, trace: Trace | None) -> TokenLoop:
         model = self._model
-        wanted = self._decode if self._decode != "auto" else ("graph" if model.device.type == "cuda" else "eager")
-        reason = why_not(model.device) if wanted == "graph" else None
-        if wanted == "eager" or (reason is not None and self._decode == "auto"):
+        if not self._on_device:
+            alone = model.plan.topology("decode").tp_size == 1
+            self.reduction_reason = "one rank: nothing to reduce" if alone else "process group: decode is eager"
             return HostLoop(model, cache, job, trace)
-        if reason is not None:
-            raise TextStageError(f"decode graph cannot run here: {reason}; choose decode auto or eager")
         if self._connected is not model.comm:
             self._reduction, self.reduction_reason = choose_reduction(model.comm, model.config.hidden_size, model.dtype, model.device, self._reduce)
             self._connected = model.comm
@@ -202,4 +204,6 @@ class TextGenerator:
             truncated=cot.truncated if cot else (request.task == "auto" and not stopped),
             prefill_seconds=prefill,
             decode_seconds=decode,
+            decode=self.decode_reason,
+            reduction=self.reduction_reason,
         )

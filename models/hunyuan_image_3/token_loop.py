@@ -9,18 +9,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
+from ...kernels.kernel_set import KernelChoice
 from ...kernels.next_token import COUNT, DONE, NOT_A_NUMBER, STATE_SIZE, Draw, TokenChooser
+from ...kernels.triton_support import why_not
 from ..reduction import Reduction
 from .decode_step import DecodeStep
 from .kv_cache import KVCache
 from .model import HunyuanImage3Model
-from .text_rules import StageRules, check_draw, draw_uniform, nan_error, sample_token
+from .text_rules import StageRules, TextStageError, check_draw, draw_uniform, nan_error, sample_token
 
 Trace = Callable[[torch.Tensor], None]
+DecodeChoice = Literal["auto", "eager", "graph"]
+DECODE_CHOICES: tuple[DecodeChoice, ...] = get_args(DecodeChoice)
+
+
+def choose_decode(device: torch.device, choice: DecodeChoice = "auto", kernels: KernelChoice = "auto") -> tuple[bool, str]:
+    """Whether tokens are written on the device, and how or why not in words. ``auto``: where Triton runs, unless eager ``kernels`` were chosen.
+
+    Raises:
+        TextStageError: ``graph`` was asked for and cannot run here.
+    """
+    reason = why_not(device)
+    if choice == "eager":
+        return False, "eager: chosen"
+    if choice == "graph" and reason is not None:
+        raise TextStageError(f"decode graph cannot run here: {reason}; choose decode auto or eager")
+    if choice == "auto" and kernels == "eager":
+        return False, "eager: eager kernels were chosen"
+    if choice == "auto" and (reason is not None or device.type != "cuda"):
+        return False, f"eager: {reason or 'no CUDA device'}"
+    return True, "one CUDA graph a token" if device.type == "cuda" else "steps on the device"
 
 
 @dataclass(frozen=True)

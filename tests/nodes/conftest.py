@@ -30,6 +30,8 @@ class Calls:
             "width": 160,
             "truncated": False,
             "answer": "",
+            "tokens": [1],
+            "measured": {"decode": "eager: no CUDA device", "reduction": "one rank: nothing to reduce", "decode_seconds": 1.0},
         }
     )
     keys: list[str] = field(default_factory=list)

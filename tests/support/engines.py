@@ -32,6 +32,6 @@ def engine_of(
         first = Engine.load(folder, plan, comm, options, device=torch.device("cpu"))
         _loaded[key] = (first.model, first.tokenizer)
     model, tokenizer = _loaded[key]
-    engine = Engine(model, tokenizer, cfg_mode=cfg_mode, reuse_text=reuse_text)
+    engine = Engine(model, tokenizer, options=options, cfg_mode=cfg_mode, reuse_text=reuse_text)
     engine.connect(comm)
     return engine
