@@ -1,14 +1,9 @@
-"""Triton kernels run on the GPU where there is one, else in Triton's interpreter on the CPU (chosen before any kernel is defined)."""
+"""Triton kernels run on the GPU where there is one, else in Triton's interpreter on the CPU, which tests/conftest.py has chosen."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def skewed_ids(kind: str, tokens: int, topk: int, experts: int, device: torch.de
     return scores.topk(topk, dim=-1).indices.int()
 
 
-@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (17, 64, 8), (300, 6, 2), (5, 1, 1)])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (17, 64, 8), (35, 6, 2), (5, 1, 1)])
 def test_routing(triton_device: torch.device, tokens: int, experts: int, topk: int) -> None:
     logits = torch.randn(tokens, experts, device=triton_device)
     weights, ids = route_triton(logits, topk)
@@ -54,7 +56,7 @@ def test_routing(triton_device: torch.device, tokens: int, experts: int, topk: i
 
 
 @pytest.mark.parametrize("kind", ["even", "crowded", "every other"])
-@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (130, 64, 8), (700, 6, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (70, 64, 8), (300, 6, 2)])
 def test_sorting_is_stable(triton_device: torch.device, kind: str, tokens: int, experts: int, topk: int) -> None:
     ids = skewed_ids(kind, tokens, topk, experts, triton_device)
     got, want = plan_groups_triton(ids, experts), plan_groups_eager(ids, experts)
@@ -63,15 +65,26 @@ def test_sorting_is_stable(triton_device: torch.device, kind: str, tokens: int, 
     assert torch.equal(got.ends, want.ends)
 
 
-SIZES = [(1, 8, 3, 64, 12, 1), (40, 8, 2, 96, 24, 2), (70, 6, 2, 50, 33, 2), (33, 64, 8, 32, 16, 1), (200, 4, 4, 64, 32, 4)]
+# (tokens, experts, topk, hidden, width, micros). Few and small in the interpreter: tiles of 16 rows, then of 64 and 128.
+CASES = [
+    ("micro_major", "even", (1, 8, 3, 64, 12, 1)),
+    ("micro_major", "crowded", (5, 33, 4, 32, 16, 1)),
+    ("expert_major", "every other", (5, 33, 4, 32, 16, 1)),
+    ("micro_major", "every other", (11, 5, 2, 50, 33, 2)),
+    ("expert_major", "crowded", (11, 5, 2, 50, 33, 2)),
+    ("micro_major", "even", (25, 2, 2, 36, 8, 3)),
+    ("expert_major", "even", (25, 2, 2, 36, 8, 3)),
+    ("micro_major", "even", (97, 1, 1, 40, 12, 2)),
+]
+LAYOUTS, KINDS = ("micro_major", "expert_major"), ("even", "crowded", "every other")
+LARGER = [(40, 8, 2, 96, 24, 2), (70, 6, 2, 50, 33, 2), (33, 64, 8, 32, 16, 1), (200, 4, 4, 64, 32, 4)]
+if torch.cuda.is_available():
+    CASES += product(LAYOUTS, KINDS, LARGER)
 
 
-@pytest.mark.parametrize("kind", ["even", "crowded", "every other"])
-@pytest.mark.parametrize("layout", ["micro_major", "expert_major"])
-@pytest.mark.parametrize(("tokens", "experts", "topk", "hidden", "width", "micros"), SIZES)
-def test_whole_mixture(
-    triton_device: torch.device, kind: str, layout: str, tokens: int, experts: int, topk: int, hidden: int, width: int, micros: int
-) -> None:
+@pytest.mark.parametrize(("layout", "kind", "sizes"), CASES)
+def test_whole_mixture(triton_device: torch.device, layout: str, kind: str, sizes: tuple[int, ...]) -> None:
+    tokens, experts, topk, hidden, width, micros = sizes
     dtypes = [torch.float32, torch.bfloat16] if triton_device.type == "cuda" else [torch.float32]
     for dtype in dtypes:
         blocks = blocks_of(layout, experts, micros, width, hidden, dtype, triton_device)
@@ -81,9 +94,17 @@ def test_whole_mixture(
         weights = torch.rand(ids.shape, device=triton_device)
         want = moe_eager(x.double(), doubled(blocks), weights.double(), ids.long(), path="multi_micro")
         limit = 1e-5 if dtype == torch.float32 else 1e-2
-        assert error(grouped_experts(x, blocks, weights, ids), want) < limit
         assert error(grouped_experts(x, blocks, weights, ids, shared), want + shared.double()) < limit
-        assert torch.equal(grouped_experts(x, blocks, weights, ids), grouped_experts(x, blocks, weights, ids)), "one order of every sum"
+
+
+def test_without_a_shared_expert_and_again(triton_device: torch.device) -> None:
+    blocks = blocks_of("micro_major", 3, 2, 20, 40, torch.float32, triton_device)
+    x = torch.randn(7, 40, device=triton_device)
+    ids = skewed_ids("even", 7, 2, 3, triton_device)
+    weights = torch.rand(ids.shape, device=triton_device)
+    got = grouped_experts(x, blocks, weights, ids)
+    assert error(got, moe_eager(x.double(), doubled(blocks), weights.double(), ids.long(), path="multi_micro")) < 1e-5
+    assert torch.equal(got, grouped_experts(x, blocks, weights, ids)), "one order of every sum"
 
 
 def test_micro_shards_must_be_views_of_one_tensor() -> None:
