@@ -100,7 +100,7 @@ def test_nodes_give_the_golden_picture(case: str) -> None:
 @pytest.mark.parametrize("case", ["instruct_t2i_think_recaption_auto", "instruct_ti2i_recaption_ar"])
 def test_unedited_text_gives_the_same_row_and_its_prefix_is_reused(case: str) -> None:
     """The loop through text, preview and Encode: same tokens as no detour; one edited word is another row."""
-    spec, expected, _ = read(case)
+    _, expected, _ = read(case)
     engine, wish, outcome, _ = run(case)
     references = prepare_references(engine, wish.images, seed=wish.reference_seed)
 

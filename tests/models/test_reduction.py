@@ -1,0 +1,150 @@
+"""How a decode step's reduction is chosen: together, with a reason, and without peers' memory where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_token_kernels import one_rank_at_a_time
+from thread_world import run_ranks
+
+from phase_parallel.kernels.peer_reduce import Mailboxes
+from phase_parallel.kernels.residual_norm import residual_norm_eager
+from phase_parallel.models import reduction
+from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator, Partial
+from phase_parallel.parallel.peer_memory import PeerMemory, PeerMemoryError
+from phase_parallel.parallel.plan import ParallelPlan
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+HIDDEN, EPS = 20, 1e-5
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads with CPU tensors, which need Triton's interpreter")
+
+
+def choose(plan: ParallelPlan, comm: Communicator, choice: str = "auto") -> tuple[Reduction, str]:
+    return choose_reduction(comm, HIDDEN, torch.float32, CPU, choice)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_group_reduction(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank_at_a_time(monkeypatch)
+    generator = torch.Generator().manual_seed(4)
+    summands = torch.randn(ranks, HIDDEN, generator=generator)
+    residual, weight = torch.randn(HIDDEN, generator=generator), torch.randn(HIDDEN, generator=generator)
+
+    def body(plan: ParallelPlan, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        mine, normed = residual.clone(), torch.full((HIDDEN,), float("nan"))
+        GroupReduction()(comm.phase("decode"), Partial(summands[plan.rank].clone(), "o_proj"), mine, weight, EPS, normed)
+        assert dict(comm.ledger.counts) == {"row_reduce": 1}
+        return mine, normed
+
+    name = "single" if ranks == 1 else "tp"
+    want_total, want_normed = residual_norm_eager(summands.sum(0), residual, weight, EPS)
+    for total, normed in run_ranks(body, name, world_size=ranks):
+        torch.testing.assert_close(total, want_total)
+        torch.testing.assert_close(normed, want_normed)
+
+
+def test_a_reduced_tensor_is_not_reduced_again() -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        x = torch.zeros(HIDDEN)
+        GroupReduction()(comm.phase("decode"), x, x, x, EPS, x)
+
+    with pytest.raises(CollectiveError, match="row_reduce got a Tensor, not a partial product"):
+        run_ranks(body, "tp", world_size=2)
+
+
+class TestChoice:
+    def test_one_rank(self) -> None:
+        ((chosen, reason),) = run_ranks(choose, "single", world_size=1)
+        assert chosen.name == "group" and reason == "one rank: nothing to reduce"
+
+    def test_group_asks_for_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reduction, "open_peer_memory", None)
+        results = run_ranks(lambda plan, comm: choose(plan, comm, "group"), "tp", world_size=2)
+        assert {(chosen.name, reason) for chosen, reason in results} == {("group", "process group: chosen")}
+
+    def test_a_cpu_falls_back_with_the_reason(self) -> None:
+        results = run_ranks(choose, "hybrid", world_size=4)
+        wanted = ("group", "process group: peer memory cannot be used, peers' memory needs CUDA devices")
+        assert {(chosen.name, reason) for chosen, reason in results} == {wanted}
+
+    def test_peer_is_refused_on_a_cpu(self) -> None:
+        with pytest.raises(PeerMemoryError, match=r"^peer memory cannot be used: peers' memory needs CUDA devices; choose reduction auto or group$"):
+            run_ranks(lambda plan, comm: choose(plan, comm, "peer"), "tp", world_size=2)
+
+
+class Peers:
+    """Stands for peers' memory: opens on all ranks but ``closed``, and adds rightly on all but ``wrong``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, closed: int | None = None, wrong: int | None = None, late: int | None = None):
+        self.closed, self.wrong, self.late = closed, wrong, late
+        self.comms: dict[int, Communicator] = {}
+        self.sums = 0
+        monkeypatch.setattr(reduction, "open_peer_memory", self.open)
+        monkeypatch.setattr(reduction, "reduce_residual_norm", self.reduce)
+
+    def open(self, comm: Communicator, ranks: tuple[int, ...], nbytes: int, device: torch.device) -> PeerMemory:
+        self.comms[comm.plan.logical_tp_rank] = comm
+        if comm.plan.rank == self.closed:
+            raise PeerMemoryError("its device is far away")
+        return PeerMemory(torch.zeros(len(ranks), dtype=torch.int64), torch.zeros(nbytes, dtype=torch.uint8), None)
+
+    def reduce(self, boxes: Mailboxes, summand: torch.Tensor, residual: torch.Tensor, *rest: object, timeout_s: float) -> None:
+        comm = self.comms[boxes.rank]
+        self.sums += 1
+        total = torch.stack(comm.gather(summand, comm.plan.topology("decode").tp_ranks, "peers")).sum(0)
+        residual += total + (1.0 if comm.plan.rank == self.wrong else 0.0)
+        if comm.plan.rank == self.late:
+            boxes.failed.fill_(1)
+
+    def run(self, choice: str = "auto") -> list[tuple[Reduction, str]]:
+        return run_ranks(lambda plan, comm: choose(plan, comm, choice), "hybrid", world_size=4)
+
+
+def reasons(results: list[tuple[Reduction, str]]) -> list[str]:
+    return [reason.removeprefix("process group: peer memory cannot be used, ") for _, reason in results]
+
+
+class TestAgreement:
+    def test_all_take_it_where_it_works_on_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results = Peers(monkeypatch).run()
+        assert {chosen.name for chosen, _ in results} == {"peer memory"}
+        assert {reason for _, reason in results} == {"peer memory: its sums passed the self-test on all ranks"}
+
+    def test_one_rank_that_cannot_open_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody adds through memory that a peer has not opened."""
+        peers = Peers(monkeypatch, closed=2)
+        results = peers.run()
+        assert {chosen.name for chosen, _ in results} == {"group"} and peers.sums == 0
+        other = "another rank could not open it"
+        assert reasons(results) == [other, other, "its device is far away", other]
+
+    @pytest.mark.parametrize("fault", ["wrong", "late"])
+    def test_one_rank_with_a_wrong_sum(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        results = Peers(monkeypatch, **{fault: 1}).run()
+        assert {chosen.name for chosen, _ in results} == {"group"}
+        assert "self-test gave a wrong sum" in reasons(results)[1]
+
+    def test_peer_that_was_asked_for_fails_on_all_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        peers = Peers(monkeypatch, closed=3)
+        said: list[str] = []
+
+        def body(plan: ParallelPlan, comm: Communicator) -> None:
+            try:
+                choose(plan, comm, "peer")
+            except PeerMemoryError as error:
+                said.append(str(error))
+
+        run_ranks(body, "hybrid", world_size=4)
+        assert len(said) == 4 and peers.sums == 0
+        assert all(sentence.startswith("peer memory cannot be used: ") and sentence.endswith("; choose reduction auto or group") for sentence in said)
+
+
+def test_a_peer_that_stayed_away_is_named_by_check() -> None:
+    chosen = PeerReduction(PeerMemory(torch.zeros(2, dtype=torch.int64), torch.zeros(8), None), 0, timeout_s=7.0)
+    chosen.check()
+    chosen._boxes.failed.fill_(1)
+    with pytest.raises(CollectiveTimeout, match=r"^a peer did not join a reduction of the decode step within 7 s$"):
+        chosen.check()

@@ -1,0 +1,35 @@
+"""The decode step's kernels where Triton is interpreted: fewer and larger programs, one rank at a time."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from phase_parallel.kernels import decode_attention
+from phase_parallel.kernels.decode_moe import all_down_triton, routed_up_triton
+from phase_parallel.models.hunyuan_image_3 import decode_step
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's time is the number of programs; results are the same up to the order of a split attention's sum."""
+    monkeypatch.setattr(decode_attention, "SPLITS", 2)
+    monkeypatch.setattr(decode_step, "all_down_triton", partial(all_down_triton, rows=16))
+    monkeypatch.setattr(decode_step, "routed_up_triton", partial(routed_up_triton, rows=8))
+
+
+def one_rank_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps the running program in module variables, so ranks that are threads must take turns. No kernel may wait for a peer."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    turn, call = threading.Lock(), GridExecutor.__call__
+
+    def in_turn(self: GridExecutor, *arguments: object, **options: object) -> object:
+        with turn:
+            return call(self, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", in_turn)
