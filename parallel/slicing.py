@@ -131,7 +131,9 @@ class ShardingTable:
         unknown = sorted(found - self.entries.keys())
         missing = sorted(self.entries.keys() - found)
         if unknown:
-            raise ShardingError(f"the checkpoint has {len(unknown)} keys that this model does not know, first {_some(unknown)}; is it another model or release?")
+            raise ShardingError(
+                f"the checkpoint has {len(unknown)} keys that this model does not know, first {_some(unknown)}; is it another model or release?"
+            )
         if missing:
             raise ShardingError(f"the checkpoint lacks {len(missing)} keys that this model needs, first {_some(missing)}; download the missing files again")
 

@@ -104,11 +104,11 @@ def test_given_text_is_not_written_again(engine: RecordingHandle) -> None:
 def test_a_tag_that_lost_its_partner_is_a_sentence(
     engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], cot_text: str
 ) -> None:
-    with pytest.raises(ValueError, match="cot_text has . <.*give it one pair"):
+    with pytest.raises(ValueError, match=r"cot_text has . <.*give it one pair"):
         tokens(cot_text)
     clip, vae = HunyuanText(engine), HunyuanVae(engine)
     model = type("Model", (), {"model": type("Inner", (), {"engine": engine})()})()
-    with pytest.raises(ValueError, match="cot_text has . <.*give it one pair"):
+    with pytest.raises(ValueError, match=r"cot_text has . <.*give it one pair"):
         HunyuanImage3Generate().generate(model, clip, vae, PROMPT, cot_text=cot_text)
     assert engine.made == []
 

@@ -126,3 +126,14 @@ def test_ranks_are_described_in_lines() -> None:
     assert lines[1] == "rank 0: cpu, 2.0 GB host memory, denoise 3/50, 1.50 s/step"
     assert lines[2].endswith("last error: out of memory (silent)")
     assert lines[3].startswith("rank 2: not started")
+
+
+def test_ranks_say_how_the_last_text_was_written() -> None:
+    record = {
+        "device": "cuda:0", "memory": {"resident_set": 0}, "phase": "idle", "done": 0, "total": 0, "tokens_per_s": 402.31, "s_per_step": None,
+        "error": "", "text_path": "one CUDA graph a token; process group: peer memory cannot be used, its self-test gave a wrong sum",
+    }  # fmt: skip
+    text = describe_ranks({"plan": "tp", "silent": [], "ranks": [record]})
+    assert text.endswith(
+        "idle, 402.3 tokens/s (one CUDA graph a token; process group: peer memory cannot be used, its self-test gave a wrong sum)"
+    )

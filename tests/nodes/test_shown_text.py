@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from lone_engine import Events, RecordingHandle, lone_engine
 
+from phase_parallel.models.hunyuan_image_3.operations import EngineArguments
 from phase_parallel.nodes import host_compat, node_ask, node_rewrite
 from phase_parallel.nodes.image_rows import build_conditionings
 from phase_parallel.nodes.node_ask import HunyuanImage3Ask
+from phase_parallel.nodes.node_loader import backend_words
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
 from phase_parallel.nodes.references import prepare_references
 from phase_parallel.nodes.text_socket import HunyuanText
-from phase_parallel.nodes.text_stage import Sampling, TextWish, run_text_stage
+from phase_parallel.nodes.text_stage import Sampling, TextWish, run_text_stage, speed_line
 
 WISH = TextWish("a dog runs", "think + recaption", "None", "", "width x height", 256, 256, 64, 0, Sampling("greedy"))
 
@@ -61,6 +64,37 @@ def test_answer_stays_on_the_node_that_was_asked(engine: RecordingHandle, shown:
     answer = HunyuanImage3Ask().ask(HunyuanText(engine), "what is it", do_sample="greedy", max_new_tokens=4, unique_id="5")
     assert shown == [(answer["ui"]["text"][0], "5")]
     assert shown[0][0].startswith(answer["result"][0])
+
+
+def test_last_line_says_how_the_text_was_written_and_how_fast(engine: RecordingHandle, shown: list[tuple[str, str | None]]) -> None:
+    HunyuanImage3Rewrite().rewrite(HunyuanText(engine), "a dog runs", "think + recaption", do_sample="greedy", unique_id="4")
+    HunyuanImage3Ask().ask(HunyuanText(engine), "what is it", do_sample="greedy", max_new_tokens=4, unique_id="5")
+    for text, _ in shown:
+        assert re.fullmatch(r"AR: eager, one rank, \d+\.\d tokens/s", text.splitlines()[-1])
+    assert shown[0][0].startswith("a dog!\n")
+
+
+def test_speed_line_has_no_reasons_and_needs_two_tokens() -> None:
+    measured = {"decode": "one CUDA graph a token", "reduction": "peer memory: its sums passed the self-test on all ranks", "decode_seconds": 0.5}
+    assert speed_line({"tokens": [1] * 201, "measured": measured}) == "AR: one CUDA graph a token, peer memory, 400.0 tokens/s"
+    assert speed_line({"tokens": [1], "measured": measured}) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ("auto", "kernels eager: no CUDA device; text eager: no CUDA device"),
+        ("eager", "kernels eager: chosen; text eager: eager kernels were chosen"),
+    ],
+)
+def test_loader_says_which_kernels_run_and_why(small_instruct: Path, kernels: str, words: str) -> None:
+    loaded, _ = lone_engine(small_instruct, kernels=kernels).call("load", {}, {}, node_id="1")
+    assert backend_words(loaded["measured"]) == words
+
+
+def test_operations_take_all_three_choices() -> None:
+    options = EngineArguments("folder", kernels="eager", decode="graph", reduction="group").options()
+    assert (options.kernels, options.decode, options.reduction) == ("eager", "graph", "group")
 
 
 def test_saving_is_that_of_the_users_text_wherever_its_row_stands(engine: RecordingHandle) -> None:

@@ -58,8 +58,8 @@ class Events(NodeProgress):
         return [event["text"] for event in self.seen if event["kind"] == kind]
 
 
-def lone_engine(folder: Path) -> RecordingHandle:
+def lone_engine(folder: Path, *, kernels: str = "auto") -> RecordingHandle:
     """A handle of its own for each test; the engine behind it is shared by handles of one folder until another folder is used."""
     driver = Driver(Cluster.alone(torch.device("cpu")), QuietHost(), None)
-    choice = EngineChoice(str(folder), make_plan("single", world_size=1), "auto", "micro_major", "multi_micro")
+    choice = EngineChoice(str(folder), make_plan("single", world_size=1), "auto", "micro_major", "multi_micro", kernels)
     return RecordingHandle(choice, driver)
