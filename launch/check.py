@@ -14,11 +14,13 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..kernels.kernel_set import KERNEL_CHOICES
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.loading import REDUCTION_CHOICES, LoadOptions, check_folder
 from ..models.hunyuan_image_3.token_loop import DECODE_CHOICES
-from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, ParallelPlan, PlanError, make_plan
+from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, ParallelPlan, make_plan
 from .errors import LaunchError
 from .golden import GoldenCase
 from .golden_spec import CaseError
@@ -174,7 +176,9 @@ def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
     )
     try:
         run.describe()
-    except PlanError as error:
+        if run.device == "cpu":  # this process leaves GPUs to its ranks
+            run.load_options().check_device(torch.device("cpu"))
+    except ValueError as error:
         raise LaunchError(f"{error}.") from error
     return run
 

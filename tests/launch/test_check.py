@@ -105,6 +105,8 @@ def test_a_plan_that_does_not_fit_starts_no_rank(folder: Path, capsys: pytest.Ca
         (["--plan", "quick"], "Plan 'quick' is unknown"),
         (["--plan", "hybrid", "--ranks", "3"], "needs an even number of ranks"),
         (["--case", "nothing_*"], "No case of"),
+        (["--moe-layout", "expert_major", "--moe-path", "two_dispatch"], "MoE path two_dispatch runs one dispatch per micro shard"),
+        (["--reduction", "peer"], r"^reduction peer is for tokens that are written on the device, .*; choose reduction auto\.$"),
     ],
 )
 def test_impossible_wishes(folder: Path, words: list[str], message: str) -> None:
