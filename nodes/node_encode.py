@@ -81,7 +81,7 @@ class HunyuanImage3Encode(ReadsSystemPrompt):
                 "node."
             )
         check_prompt(engine, prompt)
-        check_cot_text(engine, cot_text)
+        cot_text = check_cot_text(engine, cot_text)
         references = prepare_references(engine, (image1, image2, image3), seed=reference_seed)
         positive, negative = build_conditionings(
             engine,

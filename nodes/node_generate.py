@@ -126,7 +126,7 @@ class HunyuanImage3Generate(ReadsSystemPrompt):
         graph: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, str]:
         engine = _one_engine(model, clip, vae)
-        check_cot_text(engine, cot_text)
+        cot_text = check_cot_text(engine, cot_text)
         wish = TextWish(
             prompt=prompt,
             task=task,

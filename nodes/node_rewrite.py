@@ -90,6 +90,7 @@ class HunyuanImage3Rewrite(ReadsSystemPrompt):
             sampling=Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
             images=(image1, image2, image3),
             reference_seed=reference_seed,
+            for_encode=True,
         )
         outcome = run_text_stage(
             engine_of_clip(clip), wish, node_id=unique_id, report=NodeProgress(unique_id)

@@ -1,7 +1,7 @@
 """System prompts in text files: which ones ComfyUI's input folder holds, what they say, and when they have changed.
 
-Only files that lie directly in the input folder can be chosen, as with Load Image, so a workflow from somebody else cannot read any other
-file of this machine. Read on rank 0 alone; the text travels to the ranks.
+Only files that lie directly in the input folder can be chosen, and no link that leads elsewhere, so a workflow from somebody else cannot
+read any other file of this machine. Read on rank 0 alone; the text travels to the ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def file_choices() -> list[str]:
 
 
 def is_file_choice(choice: str) -> bool:
+    """Raises SystemPromptError for a value that is no text, which a hand-written workflow or a wire may bring."""
+    if not isinstance(choice, str):
+        raise SystemPromptError(f"system_prompt is {_short(repr(choice))}, which is no text; give it the name of a system prompt.")
     return choice.startswith(PREFIX)
 
 
@@ -41,9 +44,9 @@ def fingerprint(choice: str | None) -> str:
     """Changes with the content of the chosen file. None is a choice that comes over a wire and is not known yet: any file may be meant."""
     if choice is None:
         return ",".join(fingerprint(each) for each in file_choices())
-    if not is_file_choice(choice):
-        return ""
     try:
+        if not is_file_choice(choice):
+            return ""
         return f"{choice} {sha256(prompt_file_text(choice).encode()).hexdigest()}"
     except SystemPromptError as error:
         return str(error)  # the node runs and says it
@@ -59,13 +62,14 @@ class ReadsSystemPrompt:
     @classmethod
     def VALIDATE_INPUTS(cls, system_prompt: str | None = None) -> bool | str:
         """The host leaves the check of this one widget to us. True, or the sentence that it shows."""
-        choices = cls.INPUT_TYPES()["optional"]["system_prompt"][0]
-        if system_prompt is None or (system_prompt in choices and not is_file_choice(system_prompt)):
+        if system_prompt is None:
             return True
-        if not is_file_choice(system_prompt):
-            return f"The system prompt {system_prompt!r} does not exist; choose one of {', '.join(choices)}."
+        choices = cls.INPUT_TYPES()["optional"]["system_prompt"][0]
         try:
-            prompt_file_text(system_prompt)
+            if is_file_choice(system_prompt):
+                prompt_file_text(system_prompt)
+            elif system_prompt not in choices:
+                return f"The system prompt {_short(system_prompt)!r} does not exist; choose one of {', '.join(choices)}."
         except SystemPromptError as error:
             return str(error)
         return True
@@ -78,11 +82,21 @@ def _prompt_file(choice: str) -> Path:
     plain = name == Path(name).name and not name.startswith(".")
     if folder is None or not plain or not _is_text_file(folder / name):
         raise SystemPromptError(
-            f"The system prompt file {name!r} is not a {' or '.join(SUFFIXES)} file in ComfyUI's input folder; "
-            "put it there and refresh the page, or choose another system prompt."
+            f"The system prompt file {_short(name)!r} is not a {' or '.join(SUFFIXES)} file in ComfyUI's input folder; "
+            "put it there (the file itself, not a link) and refresh the page, or choose another system prompt."
         )
     return folder / name
 
 
 def _is_text_file(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    """Whether it can be chosen; a link counts as what it leads to."""
+    try:
+        real = path.resolve()
+        inside = real.parent == path.parent.resolve()
+        return inside and all(each.suffix.lower() in SUFFIXES and not each.name.startswith(".") for each in (path, real)) and real.is_file()
+    except (OSError, RuntimeError, ValueError):  # a name that no file system takes, links in a circle
+        return False
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}…"

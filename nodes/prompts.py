@@ -9,6 +9,7 @@ from ..models.hunyuan_image_3.system_prompts import (
     official_prompt,
     resolve_system_prompt,
 )
+from ..models.hunyuan_image_3.text_rules import COT_TAGS
 from ..models.hunyuan_image_3.tokenizer import PromptError, refuse_empty_prompt
 from . import prompt_files
 from .engine_handle import EngineHandle
@@ -16,7 +17,6 @@ from .engine_handle import EngineHandle
 CHECKPOINT_DEFAULT = "checkpoint default"
 SYSTEM_PROMPT_CHOICES = (CHECKPOINT_DEFAULT, *SYSTEM_PROMPT_TYPES)
 
-COT_TAGS = ("<think>", "</think>", "<recaption>", "</recaption>")
 INSTRUCTION_TAGS = (*COT_TAGS, "<answer>", "</answer>")
 """What an instruction may name: the parts of the answer that it asks for."""
 
@@ -27,11 +27,15 @@ def check_prompt(engine: EngineHandle, prompt: str) -> None:
     engine.tokenizer.refuse_special_tokens(prompt, "the prompt")
 
 
-def check_cot_text(engine: EngineHandle, cot_text: str) -> None:
-    """The model's own turn may have its tags, and nothing else that acts as a control token. Raises PromptError, also where editing has
-    left a tag without its partner: the model would read the whole text as its answer.
+def check_cot_text(engine: EngineHandle, cot_text: str) -> str:
+    """The text to use: nothing for a blank one, else as it is. The model's own turn may have its tags, and nothing else that acts as a
+    control token. Raises PromptError, also where editing has left a tag without its partner or one pair inside the other: the model
+    would read something else than the user sees.
     """
+    if not cot_text.strip():
+        return ""
     engine.tokenizer.refuse_special_tokens(cot_text, "cot_text", allowed=COT_TAGS)
+    places = []
     for opening, closing in (COT_TAGS[:2], COT_TAGS[2:]):
         counts = cot_text.count(opening), cot_text.count(closing)
         if counts not in ((0, 0), (1, 1)) or cot_text.find(closing) < cot_text.find(opening):
@@ -39,6 +43,16 @@ def check_cot_text(engine: EngineHandle, cot_text: str) -> None:
                 f"cot_text has {counts[0]} {opening} and {counts[1]} {closing}, or has them in the wrong order; "
                 "give it one pair with the text in between, or none."
             )
+        if counts[0]:
+            places.append((cot_text.find(opening), cot_text.find(closing), opening, closing))
+    if len(places) == 2:
+        (_, first_end, first, first_closing), (second_start, _, second, _) = sorted(places)
+        if second_start < first_end:
+            raise PromptError(
+                f"cot_text has {second} at character {second_start + 1}, before the {first_closing} of its {first}; "
+                f"put {first_closing} before {second}."
+            )
+    return cot_text
 
 
 def system_prompt_text(engine: EngineHandle, choice: str, custom: str, task: str) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..models.hunyuan_image_3.reference_images import MAX_ASPECT
 from ..models.hunyuan_image_3.references import (
     PreparedReference,
     draw_noise,
@@ -54,8 +55,8 @@ class References:
 def prepare_references(engine: EngineHandle, images: Sequence[Any], *, seed: int) -> References:
     """``images``: what image1, image2 … hold, None where nothing is connected. ``seed`` gives the noise of the pictures' latents.
 
-    Raises ValueError for a base checkpoint, for a socket that holds several pictures, for pixels that are not numbers, and for a value that
-    is no IMAGE.
+    Raises ValueError for a base checkpoint, for a socket that holds several pictures, for a strip beyond 64:1, for pixels that are not numbers,
+    and for a value that is no IMAGE.
     """
     connected = [(f"image{number}", image) for number, image in enumerate(images, start=1) if image is not None]
     if connected and engine.config.kind == "base":
@@ -87,6 +88,12 @@ def _one_picture(name: str, image: Any) -> torch.Tensor:
         raise ValueError(
             f"{name} holds a batch of {shape[0]} pictures, but each input takes one; pick one with ImageFromBatch, "
             "or connect them to image1 to image3."
+        )
+    height, width = shape[1:3]
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(
+            f"{name} is {width}x{height} (width x height), but the long side of a picture may be at most {MAX_ASPECT} times the short one; "
+            "crop it first."
         )
     if not image.is_floating_point():
         raise ValueError(f"{name} holds {image.dtype} values, but an IMAGE has numbers from 0 to 1; connect an image.")

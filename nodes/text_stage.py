@@ -63,6 +63,8 @@ class TextWish:
     reference_seed: int = 0
     cot_text: str = ""
     """The model's turn as the user gives it: nothing is written, and an automatic size is chosen after reading it."""
+    for_encode: bool = False
+    """The text goes on to an Encode node, which does not know the task."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,32 @@ def speed_line(result: dict[str, Any]) -> str:
 
 
 def cut_note(engine: EngineHandle, what: str, max_new_tokens: int, result: dict[str, Any]) -> str:
-    """Which limit ended a text that was not finished, and what to do. `result` is that of the text operation."""
-    if len(result["tokens"]) >= max_new_tokens:
+    """What ended a text that was not finished, and what to do. `result` is that of the text operation."""
+    if result["end"] == "stop":
+        token = engine.tokenizer.decode(result["tokens"][-1:])
+        return f"{what} was ended by the model with {token} before its own closing tag; another seed may give a whole one."
+    if result["end"] == "max_new_tokens":
         return f"{what} reached max_new_tokens ({max_new_tokens}) before its end; raise it for the whole text."
     positions = engine.config.max_position_embeddings
     return f"{what} filled the model's {positions} positions before its end; shorten the prompt or use fewer images."
+
+
+def repair_note(legal: dict[str, Any] | None) -> str:
+    """A sentence when the text is not quite what the model wrote. `legal` is that of the text operation, None where nothing was written."""
+    if legal is None or not (legal["removed"] or legal["added"]):
+        return ""
+    shown = ", ".join(legal["removed"][:5]) + (" and more" if len(legal["removed"]) > 5 else "")
+    taken_out = [f"control tokens inside it were taken out ({shown})"] if legal["removed"] else []
+    closed = ["its tags were closed"] if legal["added"] else []
+    return f"So that the text can be used, {' and '.join(taken_out + closed)}."
+
+
+def instruction_note(engine: EngineHandle, wish: TextWish, cot_text: str) -> str:
+    """A sentence when Encode, which goes by the text alone, would take another "dynamic" instruction than the one behind this text."""
+    choice = engine.config.generation.use_system_prompt if wish.system_prompt == CHECKPOINT_DEFAULT else wish.system_prompt
+    if not wish.for_encode or choice != "dynamic" or picture_task(wish.task, "") == picture_task("off", cot_text):
+        return ""
+    return "Encode cannot see that a recaption was due: give it system_prompt 'custom' and the same custom_system_prompt, not 'dynamic'."
 
 
 def picture_task(task: str, cot_text: str) -> str:
@@ -192,6 +215,8 @@ def _write(
     drawn = (int(result["height"]), int(result["width"]))
     notes = [size_note(size, drawn)]
     if result["truncated"]:
-        notes.append(cut_note(engine, "The text", wish.max_new_tokens, result) + " Its tags were closed so that it can be used.")
+        notes.append(cut_note(engine, "The text", wish.max_new_tokens, result))
+    if result["cot_text"]:
+        notes += [repair_note(result["legal"]), instruction_note(engine, wish, result["cot_text"])]
     note = " ".join(text for text in notes if text)
     return TextOutcome(result["cot_text"] or wish.cot_text, result["recaption"] or "", *drawn, note, speed_line(result))

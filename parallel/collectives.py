@@ -153,12 +153,21 @@ class Communicator:
             except RuntimeError as error:
                 self.fault_check()
                 if work.is_completed():
-                    raise CollectiveError(f"a peer left the collective at {site}: {str(error).splitlines()[0]}") from error
+                    _settle(work, site)
+                    return
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"a peer did not join the collective at {site} within {self.timeout_s:.0f} s") from error
 
     def destroy(self) -> None:
         self.groups.destroy()
+
+
+def _settle(work: dist.Work, site: str) -> None:
+    """The outcome of completed work. It may have completed well just after a poll gave up, so the poll's own error says nothing."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(f"a peer left the collective at {site}: {str(error).splitlines()[0]}") from error
 
 
 class PhaseView:

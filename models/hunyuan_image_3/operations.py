@@ -22,7 +22,6 @@ from .references import PreparedReference
 from .schedule import flow_sigmas
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
-from .text_rules import close_tags
 from .token_row import TokenRow
 
 MODEL = "hunyuan_image_3"
@@ -153,7 +152,7 @@ def text_request(args: dict[str, Any]) -> TextRequest:
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
     temperature, top_k, top_p, repetition_penalty, references (keys) -> the fields of TextResult plus height and width (null without a picture).
-    A text that the token limit cut comes with its tags closed and ``truncated`` set; if it was cut before its size token, one more greedy pass
+    ``cot_text`` is the legal one; a text that was cut also has ``truncated`` set; if it was cut before its size token, one more greedy pass
     chooses the size."""
     engine = _engine(context, args)
     features, cond_images = engine.references.get(args.get("references", ()))
@@ -162,7 +161,7 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
     context.section.start_phase("AR", "token")
     pictures = {"features": features, "cond_images": cond_images, "check": context.section.check}
     result = engine.generate_text(request, report=context.section.report, **pictures)
-    cot_text = result.cot_text if result.cot_text is None else close_tags(result.cot_text)
+    cot_text = None if result.legal is None else result.legal.cot_text
     index = result.ratio_index
     if auto and index is None:
         again = replace(request, cot_text=cot_text, task="img_ratio", sampling=Sampling())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ from .prefix import PrefixStore
 from .resolution import ResolutionTable
 from .seeds import seeded_generator
 from .sequence import CondImage, build_text_row
-from .text_rules import COT_TASKS, BotTask, StageRules, TextStageError, cot_from_tokens
+from .text_rules import COT_TASKS, BotTask, LegalCot, StageRules, TextStageError, cot_from_tokens, legal_cot
 from .token_loop import DecodeChoice, DeviceLoop, HostLoop, TextJob, TokenLoop, Trace, choose_decode
 from .token_row import TokenRow
 from .tokenizer import HunyuanTokenizer
@@ -62,7 +62,7 @@ class TextRequest:
 @dataclass(frozen=True)
 class TextResult:
     """``tokens`` as generated, forced ones included. ``cot_text`` None for tasks that write none; ``ratio_index`` None when no size was asked for
-    or the text was cut before it."""
+    or the text was cut before it. ``cot_text`` is as written, ``legal`` as the image stage may read it, with the ``recaption`` of that."""
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -73,6 +73,10 @@ class TextResult:
     recaption: str | None
     ratio_index: int | None
     truncated: bool
+    """The text lacks its own end: a limit cut it, or the model ended it with the end of another part."""
+    end: Literal["stop", "max_new_tokens", "positions"]
+    """Why no more was written: a token that ends texts, or which limit."""
+    legal: LegalCot | None
     prefill_seconds: float
     decode_seconds: float
     decode: str
@@ -191,7 +195,9 @@ class TextGenerator:
         self, request: TextRequest, rules: StageRules, row: TokenRow, tokens: list[int], prefill: float, decode: float
     ) -> TextResult:
         cot = cot_from_tokens(self._tokenizer, request.task, tokens) if request.task in COT_TASKS else None
+        legal = legal_cot(self._tokenizer, request.task, cot.cot_text) if cot else None
         stopped = rules.is_stop(tokens[-1])
+        limit = "max_new_tokens" if len(tokens) >= request.max_new_tokens else "positions"
         wants_ratio = request.need_ratio or request.task in ("img_ratio", "image")
         return TextResult(
             prompt_tokens=row.tokens,
@@ -199,9 +205,11 @@ class TextGenerator:
             text=self._tokenizer.decode(tokens),
             answer=self._tokenizer.decode(tokens[:-1] if stopped else tokens).strip(),
             cot_text=cot.cot_text if cot else None,
-            recaption=cot.recaption if cot else None,
+            recaption=legal.recaption if legal else None,
             ratio_index=rules.ratio_index(tokens[-1]) if wants_ratio else None,
             truncated=cot.truncated if cot else (request.task == "auto" and not stopped),
+            end="stop" if stopped else limit,
+            legal=legal,
             prefill_seconds=prefill,
             decode_seconds=decode,
             decode=self.decode_reason,

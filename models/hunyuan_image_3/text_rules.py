@@ -23,6 +23,7 @@ from .tokenizer import HunyuanTokenizer
 BotTask = Literal["image", "auto", "think", "recaption", "think_recaption", "img_ratio"]
 COT_TASKS = ("think", "recaption", "think_recaption")
 RATIO_TASKS = ("image", "img_ratio")
+COT_TAGS = ("<think>", "</think>", "<recaption>", "</recaption>")
 
 
 class TextStageError(ValueError):
@@ -226,9 +227,54 @@ def keep_recaption(cot_text: str) -> str:
     return cot_text if start < 0 else cot_text[start:]
 
 
-def close_tags(cot_text: str) -> str:
-    """A cut-off assistant text with the closing tag it lacks, so that it is a complete pair and the image stage can use it."""
-    for opening, closing in (("<think>", "</think>"), ("<recaption>", "</recaption>")):
-        if cot_text.count(opening) > cot_text.count(closing):
-            cot_text += closing
-    return cot_text
+@dataclass(frozen=True)
+class LegalCot:
+    """A text that the image stage can read; `recaption` is its readable part or None. `removed` are the control tokens that were inside,
+    `added` the tags that it lacked; both empty where nothing changed.
+    """
+
+    cot_text: str
+    recaption: str | None
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+def legal_cot(tokenizer: HunyuanTokenizer, task: BotTask, cot_text: str) -> LegalCot:
+    """What a model wrote for a writing task, with the structure that it should have: a think pair, then a recaption pair, as far as the task
+    has them and the text goes, and no other control token. A legal text comes back as it is.
+
+    A sampled text may hold any token, and a cut one lacks its end.
+    """
+    parts = {"recaption" if task == "recaption" else "think": cot_text}
+    if task == "think_recaption":
+        # A <recaption> inside the thinking is a slip, unless the thinking was never closed.
+        start = cot_text.find("<recaption>", max(cot_text.find("</think>"), 0))
+        if start >= 0:
+            parts = {"think": cot_text[:start], "recaption": cot_text[start:]}
+    text, recaption = "", None
+    removed: list[str] = []
+    added: list[str] = []
+    for stage, part in parts.items():
+        opening, closing = f"<{stage}>", f"</{stage}>"
+        inside, closed, after = part.rpartition(closing)
+        if not closed or after.strip():
+            inside, after = part, ""
+            added.append(closing)
+        if not inside.startswith(opening):
+            added.append(opening)
+        body, found = _without_control_tokens(tokenizer, inside.removeprefix(opening))
+        removed += found
+        text += opening + body + closing + after
+        if stage == "recaption":
+            recaption = body
+    return LegalCot(text, recaption, tuple(dict.fromkeys(removed)), tuple(added))
+
+
+def _without_control_tokens(tokenizer: HunyuanTokenizer, text: str) -> tuple[str, list[str]]:
+    """The text without them, and their names. Taking one out may bring the parts of another together."""
+    names: list[str] = []
+    while found := [name for name in (*tokenizer.find_special_tokens(text), *COT_TAGS) if name in text]:
+        names += found
+        for name in found:
+            text = text.replace(name, "")
+    return text, names

@@ -147,12 +147,13 @@ class HunyuanTokenizer:
     def refuse_special_tokens(self, text: str, where: str, *, allowed: Sequence[str] = ()) -> None:
         """Raise PromptError when a user's text contains strings that would act as special tokens.
 
-        `where` names the input ("the prompt"); `allowed` lists what is fine there (the tags of a given CoT).
+        `where` names the input ("the prompt", or a socket as it is spelled); `allowed` lists what is fine there (the tags of a given CoT).
         """
         found = [name for name in self.find_special_tokens(text) if name not in allowed]
         if found:
+            subject = f"The {where[4:]}" if where.startswith("the ") else where
             raise PromptError(
-                f"{where[:1].upper()}{where[1:]} contains {', '.join(found)}, which the model reads as "
+                f"{subject} contains {', '.join(found)}, which the model reads as "
                 "control tokens and not as text; remove or rewrite them."
             )
 

@@ -75,13 +75,13 @@ class TestLimits:
     def test_text_is_cut_at_the_limit(self, limit: int, instruct: Path) -> None:
         result = alone(instruct).generate_text(replace(REQUEST, max_new_tokens=limit))
         assert len(result.tokens) == limit
-        assert result.truncated and result.ratio_index is None
+        assert result.truncated and result.end == "max_new_tokens" and result.ratio_index is None
 
     def test_limit_on_the_last_token_is_not_a_cut(self, instruct: Path) -> None:
         engine = alone(instruct)
         whole = engine.generate_text(REQUEST)
         exact = engine.generate_text(replace(REQUEST, max_new_tokens=len(whole.tokens)))
-        assert exact.tokens == whole.tokens and not exact.truncated
+        assert exact.tokens == whole.tokens and not exact.truncated and exact.end == "stop"
 
     @pytest.mark.parametrize("limit", [0, -3])
     def test_limit_below_one_is_refused(self, limit: int, instruct: Path) -> None:
@@ -96,7 +96,7 @@ class TestLimits:
         engine = alone(instruct)
         prompt = "x" * (4096 - 3 - len(engine.generate_text(replace(REQUEST, prompt="")).prompt_tokens))
         result = engine.generate_text(replace(REQUEST, prompt=prompt))
-        assert len(result.prompt_tokens) == 4093 and len(result.tokens) == 3 and result.truncated
+        assert len(result.prompt_tokens) == 4093 and len(result.tokens) == 3 and result.truncated and result.end == "positions"
 
     def test_prompt_that_fills_all_positions(self, instruct: Path) -> None:
         engine = alone(instruct)

@@ -18,9 +18,9 @@ from phase_parallel.models.hunyuan_image_3.text_rules import (
     COT_TASKS,
     StageRules,
     TextStageError,
-    close_tags,
     cot_from_tokens,
     keep_recaption,
+    legal_cot,
     sample_token,
 )
 from phase_parallel.models.hunyuan_image_3.tokenizer import HunyuanTokenizer
@@ -304,15 +304,44 @@ def test_seeds_draw_different_texts_and_the_same_one_twice() -> None:
     assert text(42) == text(42)
 
 
+WHOLE = "<think>a</think><recaption>b</recaption>"
+
+
 @pytest.mark.parametrize(
-    ("cut", "closed"),
+    ("task", "written", "legal", "recaption"),
     [
-        ("<think>it is", "<think>it is</think>"),
-        ("<think>it is</think>", "<think>it is</think>"),
-        ("<think>a</think><recaption>b", "<think>a</think><recaption>b</recaption>"),
-        ("<recaption>", "<recaption></recaption>"),
+        ("think", "<think>it is", "<think>it is</think>", None),
+        ("think", "<think>it is</think>", "<think>it is</think>", None),
+        ("think", "<think></think>", "<think></think>", None),
+        ("think", "<think>ts dss</recaption></think>", "<think>ts dss</think>", None),
+        ("think", "<think>ts</recaption>", "<think>ts</think>", None),
+        ("think", "<think>a<recaption>b<img_ratio_3>", "<think>ab</think>", None),
+        ("think", "<think>a</think>b", "<think>ab</think>", None),
+        ("think_recaption", WHOLE, WHOLE, "b"),
+        ("think_recaption", "<think> a\n</think>\n<recaption> b </recaption>", "<think> a\n</think>\n<recaption> b </recaption>", " b "),
+        ("think_recaption", "<think>a</think><recaption>b", WHOLE, "b"),
+        ("think_recaption", "<think>a", "<think>a</think>", None),
+        ("think_recaption", "<think>a<recaption>b", WHOLE, "b"),
+        ("think_recaption", "<think>a<recaption>b</recaption>", WHOLE, "b"),
+        ("think_recaption", "<think>a<recaption>a</think><recaption>b", "<think>aa</think><recaption>b</recaption>", "b"),
+        ("think_recaption", "<think>a</recaption>", "<think>a</think>", None),
+        ("think_recaption", "<think>a<boi></think><recaption></think>b<answer></recaption>", WHOLE, "b"),
+        ("recaption", "<recaption>", "<recaption></recaption>", ""),
+        ("recaption", "<recaption>a</think><think>b</recaption>", "<recaption>ab</recaption>", "ab"),
+        ("recaption", "<recaption>a<|endoftext|>b", "<recaption>ab</recaption>", "ab"),
+        ("recaption", "<recaption>a<bo<boi>i>b<thi<boi>nk></recaption>", "<recaption>ab</recaption>", "ab"),
+        ("recaption", "<recaption>1 < 2 > <b> <img_ratio_99></recaption>", "<recaption>1 < 2 > <b> <img_ratio_99></recaption>",
+         "1 < 2 > <b> <img_ratio_99>"),
     ],
-)
-def test_cut_text_gets_its_closing_tag(cut: str, closed: str) -> None:
-    assert close_tags(cut) == closed
-    assert close_tags(closed) == closed
+)  # fmt: skip
+def test_written_text_becomes_legal(instruct: Model, task: str, written: str, legal: str, recaption: str | None) -> None:
+    found = legal_cot(instruct[0], task, written)
+    assert (found.cot_text, found.recaption) == (legal, recaption)
+    assert bool(found.removed or found.added) == (legal != written)
+    again = legal_cot(instruct[0], task, legal)
+    assert again.cot_text == legal and not again.removed and not again.added
+
+
+def test_what_was_changed_is_named(instruct: Model) -> None:
+    found = legal_cot(instruct[0], "think_recaption", "<think>a<boi>b<boi></recaption>")
+    assert (found.removed, found.added) == (("<boi>", "</recaption>"), ("</think>",))

@@ -24,6 +24,7 @@ class Calls:
 
     text: dict[str, Any] = field(
         default_factory=lambda: {
+            "legal": None,
             "cot_text": None,
             "recaption": None,
             "height": 352,

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lone_engine import RecordingHandle, lone_engine
+from torch.nn.functional import one_hot
 
 from phase_parallel.models.hunyuan_image_3.system_prompts import resolve_system_prompt
-from phase_parallel.nodes import node_rewrite
+from phase_parallel.models.hunyuan_image_3.text_rules import StageRules
+from phase_parallel.nodes import host_compat, node_generate, node_rewrite
 from phase_parallel.nodes.node_encode import HunyuanImage3Encode
 from phase_parallel.nodes.node_generate import HunyuanImage3Generate
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
@@ -27,6 +29,11 @@ class SilentProgress(NodeProgress):
     """Without ComfyUI's bar."""
 
     def __call__(self, event: dict) -> None: ...
+
+
+def model_of(engine: RecordingHandle) -> Any:
+    """What Load gives to Generate's model input."""
+    return type("Model", (), {"model": type("Inner", (), {"engine": engine})()})()
 
 
 @pytest.fixture
@@ -107,10 +114,94 @@ def test_a_tag_that_lost_its_partner_is_a_sentence(
     with pytest.raises(ValueError, match=r"cot_text has . <.*give it one pair"):
         tokens(cot_text)
     clip, vae = HunyuanText(engine), HunyuanVae(engine)
-    model = type("Model", (), {"model": type("Inner", (), {"engine": engine})()})()
     with pytest.raises(ValueError, match=r"cot_text has . <.*give it one pair"):
-        HunyuanImage3Generate().generate(model, clip, vae, PROMPT, cot_text=cot_text)
+        HunyuanImage3Generate().generate(model_of(engine), clip, vae, PROMPT, cot_text=cot_text)
     assert engine.made == []
+
+
+@pytest.mark.parametrize(
+    ("cot_text", "words"),
+    [
+        ("<think>a<recaption>b</think>c</recaption>", r"^cot_text has <recaption> at character 9, .*; put </think> before <recaption>"),
+        ("<think>a<recaption>b</recaption></think>", r"^cot_text has <recaption> at character 9, .*; put </think> before <recaption>"),
+        ("<recaption><think>a</think>b</recaption>", r"^cot_text has <think> at character 12, .*; put </recaption> before <think>"),
+    ],
+)
+def test_pairs_inside_each_other_are_a_sentence(
+    engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], cot_text: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        tokens(cot_text)
+    with pytest.raises(ValueError, match=words):
+        HunyuanImage3Generate().generate(model_of(engine), HunyuanText(engine), HunyuanVae(engine), PROMPT, cot_text=cot_text)
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " \t\n"])
+def test_a_blank_text_is_none(
+    engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], blank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokens(blank) == tokens("")
+    monkeypatch.setattr(node_generate, "NodeProgress", SilentProgress)
+    monkeypatch.setattr(host_compat, "result_device", lambda: torch.device("cpu"))
+    generate = HunyuanImage3Generate().generate
+    _, text = generate(
+        model_of(engine), HunyuanText(engine), HunyuanVae(engine), PROMPT, task="recaption", size="width x height", width=256,
+        height=256, steps=1, do_sample="greedy", max_new_tokens=4, cot_text=blank,
+    )  # fmt: skip
+    assert text.startswith("<recaption>"), "the model wrote"
+
+
+HOT = {"do_sample": "sample", "temperature": 40.0, "top_k": 5000, "top_p": 1.0}
+
+
+@pytest.mark.parametrize("task", ["think", "recaption", "think + recaption"])
+@pytest.mark.parametrize("size", ["auto", "width x height"])
+def test_whatever_the_model_writes_can_be_encoded(
+    engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], task: str, size: str
+) -> None:
+    """A temperature at which every token of the vocabulary is likely."""
+    repaired = 0
+    for seed in range(8):
+        answer = HunyuanImage3Rewrite().rewrite(
+            HunyuanText(engine), PROMPT, task, size=size, width=256, height=256, seed=seed, max_new_tokens=30, **HOT
+        )
+        cot_text, recaption, width, height = answer["result"]
+        assert tokens(cot_text, height, width)
+        assert recaption == (cot_text.partition("<recaption>")[2].removesuffix("</recaption>"))
+        legal = engine.results("generate_text")[-1]["legal"]
+        said = "So that the text can be used, " in answer["ui"]["text"][0]
+        assert said == bool(legal["removed"] or legal["added"])
+        repaired += bool(legal["removed"])
+    assert repaired, "some text had control tokens"
+
+
+def test_a_text_that_the_model_ended_itself_was_not_cut(engine: RecordingHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    special = engine.tokenizer.special
+    written = iter([*engine.tokenizer.encode("ts"), special.recaption_end])
+    monkeypatch.setattr(StageRules, "process", lambda self, logits, last: one_hot(torch.tensor(next(written)), len(logits)).float())
+    wish = TextWish(PROMPT, "think", "None", "", "width x height", 256, 256, 3, 0, Sampling("greedy"))
+    outcome = run_text_stage(engine, wish, node_id="1", report=None)
+    assert outcome.cot_text == "<think>ts</think>" and outcome.recaption == ""
+    assert outcome.note == (
+        "The text was ended by the model with </recaption> before its own closing tag; another seed may give a whole one. "
+        "So that the text can be used, control tokens inside it were taken out (</recaption>) and its tags were closed."
+    )
+
+
+@pytest.mark.parametrize(("limit", "said"), [(3, True), (64, False)])
+def test_the_way_to_the_same_dynamic_instruction_of_a_cut_text(
+    engine: RecordingHandle, tokens: Callable[..., tuple[int, ...]], limit: int, said: bool
+) -> None:
+    """Encode goes by the tags; the node that cut the text says what gives the instruction that the text had."""
+    mine = {"custom_system_prompt": "Mine."}
+    answer = HunyuanImage3Rewrite().rewrite(
+        HunyuanText(engine), PROMPT, "think + recaption", do_sample="greedy", max_new_tokens=limit, system_prompt="dynamic", **mine
+    )
+    assert ("system_prompt 'custom'" in answer["ui"]["text"][0]) == said
+    cot_text, _, width, height = answer["result"]
+    row = tokens(cot_text, height, width, system_prompt="custom", **mine)
+    (text,) = [result for result in engine.results("generate_text") if result["legal"]]
+    assert row[: len(text["prompt_tokens"])] == tuple(text["prompt_tokens"])
 
 
 def test_texts_of_every_task_are_accepted(tokens: Callable[..., tuple[int, ...]]) -> None:
@@ -119,9 +210,9 @@ def test_texts_of_every_task_are_accepted(tokens: Callable[..., tuple[int, ...]]
 
 
 def test_the_limit_that_cut_a_text_is_named(engine: RecordingHandle) -> None:
-    assert "raise it for the whole text" in cut_note(engine, "The text", 3, {"tokens": [1, 2, 3]})
+    assert "raise it for the whole text" in cut_note(engine, "The text", 3, {"tokens": [1, 2, 3], "end": "max_new_tokens"})
     positions = engine.config.max_position_embeddings
-    note = cut_note(engine, "The text", 9000, {"tokens": [1, 2, 3]})
+    note = cut_note(engine, "The text", 9000, {"tokens": [1, 2, 3], "end": "positions"})
     assert f"filled the model's {positions} positions" in note and "max_new_tokens" not in note
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,11 @@ def test_instructions_may_name_the_parts_of_the_answer(folder: Path, engine: Eng
         ("file: .hidden.txt", "is not a"),
         ("file: notes.txt", "is not a"),
         ("file: ", "is not a"),
+        ("file: " + "n" * 300 + ".txt", "^The system prompt file 'n{80}…' is not a"),
+        ("file: a\0b.txt", "is not a"),
+        ("file: out.txt", "the file itself, not a link"),
+        ("file: picture.txt", "is not a"),
+        ("file: circle.txt", "is not a"),
         ("file: latin.txt", "give a UTF-8 text file"),
         ("file: large.txt", "larger than 1 MB"),
         ("file: blank.txt", "is empty"),
@@ -97,9 +103,28 @@ def test_other_files_are_refused_before_anything_runs(folder: Path, engine: Engi
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "large.txt").write_bytes(b"a" * ((1 << 20) + 1))
     (folder / "blank.txt").write_text(" \n")
-    assert words in str(HunyuanImage3Rewrite.VALIDATE_INPUTS(system_prompt=choice))
+    for link, target in (("out.txt", "../secret.txt"), ("picture.txt", "photo.png"), ("circle.txt", "circle.txt")):
+        (folder / link).symlink_to(target)
+    assert re.search(words, str(HunyuanImage3Rewrite.VALIDATE_INPUTS(system_prompt=choice)))
     with pytest.raises(ValueError, match=words):
         system_prompt_text(engine, choice, "", "image")
+
+
+def test_links_are_offered_by_what_they_lead_to(folder: Path, engine: EngineHandle) -> None:
+    (folder / "out.txt").symlink_to("../secret.txt")
+    (folder / "same.txt").symlink_to("mine.txt")
+    choices = HunyuanImage3Rewrite.INPUT_TYPES()["optional"]["system_prompt"][0]
+    assert "file: same.txt" in choices and "file: out.txt" not in choices
+    assert system_prompt_text(engine, "file: same.txt", "", "image") == system_prompt_text(engine, MINE, "", "image")
+
+
+@pytest.mark.parametrize("value", [5, True, ["x"], 1.5])
+def test_a_value_that_is_no_text_is_a_sentence(engine: EngineHandle, value: object) -> None:
+    for node in NODES:
+        assert str(node.VALIDATE_INPUTS(system_prompt=value)).startswith(f"system_prompt is {value!r}, which is no text; give it")
+        assert "is no text" in node.IS_CHANGED(system_prompt=value)
+    with pytest.raises(ValueError, match="is no text"):
+        system_prompt_text(engine, value, "", "image")
 
 
 def test_an_absolute_path_is_refused(folder: Path, engine: EngineHandle) -> None:

@@ -104,7 +104,7 @@ def test_prompts_that_cannot_be_used(engine: EngineHandle, calls: Any, prompt: s
 
 
 def test_custom_system_prompt_with_control_tokens_is_refused(engine: EngineHandle) -> None:
-    with pytest.raises(ValueError, match="Custom_system_prompt contains <boi>"):
+    with pytest.raises(ValueError, match=r"^custom_system_prompt contains <boi>"):
         run(engine, system_prompt="custom", custom_system_prompt="draw <boi>")
 
 

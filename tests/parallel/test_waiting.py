@@ -1,0 +1,48 @@
+"""Waiting for a collective in short polls: what a poll's timeout means, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator
+from phase_parallel.parallel.groups import ProcessGroups
+from phase_parallel.parallel.plan import make_plan
+
+
+class Work:
+    """Gives up ``polls`` polls, then has completed, well or with ``failure``; the last poll gives up just before it completes."""
+
+    def __init__(self, polls: int, failure: str | None = None):
+        self.polls, self.failure = polls, failure
+
+    def wait(self, timeout: object = None) -> bool:
+        if self.polls > 0:
+            self.polls -= 1
+            raise RuntimeError("Operation timed out!")
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.polls == 0
+
+
+def waiter(timeout_s: float = 60.0) -> Communicator:
+    plan = make_plan("tp", world_size=2)
+    return Communicator(plan, ProcessGroups(plan, {}, None, "gloo"), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("polls", [0, 1, 3])
+def test_work_that_completes_just_after_a_poll_is_no_failure(polls: int) -> None:
+    waiter().wait(Work(polls), "site")
+
+
+@pytest.mark.parametrize("polls", [0, 1])
+def test_a_peer_that_left_is_named_with_the_reason(polls: int) -> None:
+    with pytest.raises(CollectiveError, match="a peer left the collective at site: Connection closed by peer"):
+        waiter().wait(Work(polls, "Connection closed by peer [127.0.0.1]"), "site")
+
+
+def test_a_peer_that_never_comes_is_a_timeout() -> None:
+    with pytest.raises(CollectiveTimeout, match="a peer did not join the collective at site within 0 s"):
+        waiter(timeout_s=0.0).wait(Work(1000), "site")
