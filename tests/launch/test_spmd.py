@@ -17,7 +17,7 @@ def test_each_rank_sees_its_own_device(monkeypatch: pytest.MonkeyPatch, visible:
 
 def test_a_rank_without_a_device_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(LaunchError, match="Rank 1 has no GPU: CUDA_VISIBLE_DEVICES names 1; start fewer ranks."):
+    with pytest.raises(LaunchError, match=r"Rank 1 has no GPU: CUDA_VISIBLE_DEVICES names 1; start fewer ranks."):
         spmd.see_one_device(1)
 
 
