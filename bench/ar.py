@@ -6,6 +6,8 @@ Fixed traces: each run reads the same row and writes the same number of tokens, 
 from __future__ import annotations
 
 import hashlib
+import random
+import string
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from .release import Release
 from .timing import WARM_UP, Spread, kernel_split, synchronize, wall_milliseconds
 
 SQUARE = 16  # row of the size table
+LETTERS = random.Random(0).choices(string.ascii_letters + string.digits, k=8192)
 # As the release samples.
 DRAW = Draw(True, 0.6, 1024, 0.95)
 COPY_BANDWIDTH = 4.24e12
@@ -67,7 +70,7 @@ class PrefillRow:
 
 
 def prompt_row(built: Release, task: Task) -> TokenRow:
-    """A row of exactly ``task.tokens`` tokens: one letter of text is one token of the toy tokenizer."""
+    """A row of exactly ``task.tokens`` tokens: one letter of text is one token of the toy tokenizer. Mixed letters, so that experts share the work."""
     config = built.config
     side = config.image_base_size // config.vae.ffactor_spatial
     patches = round(config.vit.max_num_patches**0.5)
@@ -75,7 +78,7 @@ def prompt_row(built: Release, task: Task) -> TokenRow:
 
     def row(letters: int) -> TokenRow:
         return build_text_row(
-            built.tokenizer, config, prompt="a" * letters, system_prompt=None, cot_text=None, cond_images=pictures, task="think"
+            built.tokenizer, config, prompt="".join(LETTERS[:letters]), system_prompt=None, cot_text=None, cond_images=pictures, task="think"
         )
 
     shortest = len(row(1))
