@@ -78,6 +78,8 @@ def _reduce_residual_norm(
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
     call = tl.load(calls) + 1
+    # Once a peer has stayed away, nobody waits again: a step has many reductions and several steps may be under way.
+    patience = tl.where(tl.load(failed) != 0, 0, timeout_ns)
     parity = call % 2
     column = tl.arange(0, BLOCK)
     inside = column < H
@@ -95,7 +97,7 @@ def _reduce_residual_norm(
     counters = (boxes + rank * 4).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(counters, tl.zeros([PAD], tl.int32) + call, mask=place < RANKS, sem="release", scope="sys")
     own = tl.load(mailboxes + rank)
-    reached = _spin_until(own + peer_place.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, tl.zeros([PAD], tl.int64) + timeout_ns)
+    reached = _spin_until(own + peer_place.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, tl.zeros([PAD], tl.int64) + patience)
     tl.debug_barrier()
     if tl.min(reached, axis=0) == 0:
         tl.store(failed, 1)

@@ -6,6 +6,7 @@ of the ranks, so every rank must call it equally often.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from .model import HunyuanImage3Model
 from .text_rules import StageRules, TextStageError, check_draw, draw_uniform, nan_error, sample_token
 
 Trace = Callable[[torch.Tensor], None]
+# How often the host looks whether the device has got so far, and whether a peer has failed.
+POLL_S = 0.0002
+FAULT_CHECK_S = 0.25
 DecodeChoice = Literal["auto", "eager", "graph"]
 DECODE_CHOICES: tuple[DecodeChoice, ...] = get_args(DecodeChoice)
 
@@ -121,6 +125,7 @@ class DeviceLoop:
         check_draw(job.draw)
         self._job, self._reduction, self._trace = job, reduction, trace
         self._cuda = model.device.type == "cuda"
+        self._fault_check = model.comm.fault_check
         self._chooser = TokenChooser(
             job.draw, job.rules.table(), prompt=job.prompt, limit=job.limit, uniforms=draw_uniform(job.limit, job.generator),
             vocab=model.config.vocab_size, device=model.device,
@@ -186,7 +191,7 @@ class DeviceLoop:
         self._graph = graph
 
     def _look(self, snapshot: _Snapshot) -> None:
-        state, tokens = snapshot.read()
+        state, tokens = snapshot.read(self._fault_check)
         count = int(state[COUNT])
         self._reduction.check()
         self.tokens = tokens[:count].tolist()
@@ -203,11 +208,16 @@ class _Snapshot:
         self._host = torch.empty(STATE_SIZE + chooser.tokens.numel(), dtype=torch.int32, pin_memory=cuda)
         self._host[:STATE_SIZE].copy_(chooser.state, non_blocking=True)
         self._host[STATE_SIZE:].copy_(chooser.tokens, non_blocking=True)
-        self._event = torch.cuda.Event(blocking=True) if cuda else None
+        self._event = torch.cuda.Event() if cuda else None
         if self._event is not None:
             self._event.record()
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
+    def read(self, fault_check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for the device; ``fault_check`` raises when a peer has failed meanwhile."""
+        asked = time.monotonic()
+        while self._event is not None and not self._event.query():
+            time.sleep(POLL_S)
+            if time.monotonic() - asked > FAULT_CHECK_S:
+                fault_check()
+                asked = time.monotonic()
         return self._host[:STATE_SIZE], self._host[STATE_SIZE:]

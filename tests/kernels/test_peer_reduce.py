@@ -56,3 +56,18 @@ def test_a_peer_that_does_not_come_is_told() -> None:
     reduce_residual_norm(box, x, x.clone(), x, EPS, torch.empty_like(x), timeout_s=0.2)
     torch.cuda.synchronize()
     assert int(box.failed) == 1
+
+
+def test_nobody_waits_again_after_a_peer_stayed_away() -> None:
+    """A hundred reductions with a limit of half a second each end in far less than fifty seconds."""
+    box = make(2, 64, torch.float32)[0]
+    x = torch.randn(64, device="cuda")
+    out = torch.empty_like(x)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    reduce_residual_norm(box, x, x.clone(), x, EPS, out, timeout_s=0.5)
+    first.record()
+    for _ in range(100):
+        reduce_residual_norm(box, x, x.clone(), x, EPS, out, timeout_s=0.5)
+    last.record()
+    torch.cuda.synchronize()
+    assert first.elapsed_time(last) < 5_000
