@@ -35,6 +35,8 @@ def why_not(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return "no CUDA device"
+    if torch.version.cuda is None:  # PyTorch for other makers calls their devices cuda too
+        return "Triton kernels need an NVIDIA GPU"
     if triton is None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
