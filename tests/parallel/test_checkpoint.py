@@ -75,7 +75,7 @@ class TestLoading:
     def test_element_that_no_rule_fills_is_found(self, folder: Path) -> None:
         rules = table()
         rules.target("forgotten", (3,), "trunk", "replicated")
-        with pytest.raises(CheckpointError, match="forgotten was filled with 0 of 3 values; this is a defect of the sharding table"):
+        with pytest.raises(CheckpointError, match="forgotten was filled with 0 of 3 values; a defect of the sharding table"):
             Checkpoint(folder).load(rules, allocate(rules, DTYPES, torch.device("cpu")))
 
     def test_linked_shards_are_read(self, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
