@@ -19,11 +19,13 @@ class Reduction(Protocol):
     """``residual [H] += sum over the ranks of partial``; ``normed [H]`` = RMSNorm of it with ``weight [H]``."""
 
     name: str
+    failed: torch.Tensor | None
+    """int32 ``[1]`` on the device, not 0 once a peer did not come to a reduction; None where the reduction itself raises."""
 
     def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None: ...
 
-    def check(self) -> None:
-        """Raises when a peer did not come to an earlier reduction. Waits for the device."""
+    def require(self, failed: int) -> None:
+        """Raises CollectiveTimeout when ``failed``, as read from the device, is not 0."""
         ...
 
 
@@ -31,11 +33,12 @@ class GroupReduction:
     """The process group's all-reduce (none for a group of one), then one kernel."""
 
     name = "group"
+    failed = None
 
     def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None:
         residual_norm_triton(view.row_reduce(partial), residual, weight, eps, normed)
 
-    def check(self) -> None:
+    def require(self, failed: int) -> None:
         """A process group raises by itself."""
 
 
@@ -51,14 +54,15 @@ class PeerReduction:
         calls, failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self._boxes = Mailboxes(memory.addresses, rank, calls, failed)
         self._timeout_s = timeout_s
+        self.failed = failed
 
     def __call__(self, view: PhaseView, partial: Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None:
         view.row_reduce_with(
             partial, lambda summand: reduce_residual_norm(self._boxes, summand, residual, weight, eps, normed, timeout_s=self._timeout_s)
         )
 
-    def check(self) -> None:
-        if int(self._boxes.failed):
+    def require(self, failed: int) -> None:
+        if failed:
             raise CollectiveTimeout(f"a peer did not join a reduction of the decode step within {self._timeout_s:.0f} s")
 
 
@@ -94,7 +98,7 @@ def choose_reduction(comm: Communicator, hidden: int, dtype: torch.dtype, device
     return GroupReduction(), f"process group: peer memory cannot be used, {reason}"
 
 
-def _self_test(reduction: Reduction, comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _self_test(reduction: PeerReduction, comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whole numbers that every format adds exactly; each rank and each round contributes its own."""
     view, rank, ranks = comm.phase("decode"), comm.plan.logical_tp_rank, comm.plan.world_size
     column = torch.arange(hidden, device=device) % 7
@@ -105,8 +109,4 @@ def _self_test(reduction: Reduction, comm: Communicator, hidden: int, dtype: tor
         reduction(view, Partial((column + rank + number).to(dtype), "self-test"), residual, ones, 1e-5, normed)
         want = column * ranks + ranks * (ranks - 1) // 2 + ranks * number
         good = good and torch.equal(residual, want.to(dtype))
-    try:
-        reduction.check()
-    except CollectiveTimeout:
-        return False
-    return good
+    return good and not int(reduction.failed)

@@ -141,7 +141,7 @@ class DeviceLoop:
         if self._trace is not None:
             self._trace(logits)
         self._chooser.choose(logits.float().contiguous())
-        self._look(_Snapshot(self._chooser))
+        self._look(_Snapshot(self._chooser, self._reduction.failed))
 
     @torch.inference_mode()
     def advance(self, count: int) -> None:
@@ -162,13 +162,13 @@ class DeviceLoop:
         while count > 0 and not self.done:
             self.step()
             self._trace(self._step.logits.clone())
-            self._look(_Snapshot(self._chooser))
+            self._look(_Snapshot(self._chooser, self._reduction.failed))
             count -= 1
 
     def _launch(self, count: int) -> None:
         for _ in range(count):
             self.step()
-        self._seen.append(_Snapshot(self._chooser))
+        self._seen.append(_Snapshot(self._chooser, self._reduction.failed))
 
     def step(self) -> None:
         """One more token, not awaited."""
@@ -191,9 +191,9 @@ class DeviceLoop:
         self._graph = graph
 
     def _look(self, snapshot: _Snapshot) -> None:
-        state, tokens = snapshot.read(self._fault_check)
+        state, tokens, failed = snapshot.read(self._fault_check)
         count = int(state[COUNT])
-        self._reduction.check()
+        self._reduction.require(failed)
         self.tokens = tokens[:count].tolist()
         self.done = bool(state[DONE])
         if int(state[NOT_A_NUMBER]):
@@ -201,18 +201,20 @@ class DeviceLoop:
 
 
 class _Snapshot:
-    """The chooser's state and tokens as they are once the device has done everything launched so far."""
+    """The chooser's state and tokens, and whether a reduction failed, as they are once the device has done everything launched so far."""
 
-    def __init__(self, chooser: TokenChooser):
+    def __init__(self, chooser: TokenChooser, failed: torch.Tensor | None):
         cuda = chooser.state.is_cuda
-        self._host = torch.empty(STATE_SIZE + chooser.tokens.numel(), dtype=torch.int32, pin_memory=cuda)
+        self._host = torch.zeros(STATE_SIZE + 1 + chooser.tokens.numel(), dtype=torch.int32, pin_memory=cuda)
         self._host[:STATE_SIZE].copy_(chooser.state, non_blocking=True)
-        self._host[STATE_SIZE:].copy_(chooser.tokens, non_blocking=True)
+        if failed is not None:
+            self._host[STATE_SIZE : STATE_SIZE + 1].copy_(failed, non_blocking=True)
+        self._host[STATE_SIZE + 1 :].copy_(chooser.tokens, non_blocking=True)
         self._event = torch.cuda.Event() if cuda else None
         if self._event is not None:
             self._event.record()
 
-    def read(self, fault_check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, fault_check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Waits for the device; ``fault_check`` raises when a peer has failed meanwhile."""
         asked = time.monotonic()
         while self._event is not None and not self._event.query():
@@ -220,4 +222,4 @@ class _Snapshot:
             if time.monotonic() - asked > FAULT_CHECK_S:
                 fault_check()
                 asked = time.monotonic()
-        return self._host[:STATE_SIZE], self._host[STATE_SIZE:]
+        return self._host[:STATE_SIZE], self._host[STATE_SIZE + 1 :], int(self._host[STATE_SIZE])

@@ -142,9 +142,9 @@ class TestAgreement:
         assert all(sentence.startswith("peer memory cannot be used: ") and sentence.endswith("; choose reduction auto or group") for sentence in said)
 
 
-def test_a_peer_that_stayed_away_is_named_by_check() -> None:
+def test_a_peer_that_stayed_away_is_a_timeout() -> None:
     chosen = PeerReduction(PeerMemory(torch.zeros(2, dtype=torch.int64), torch.zeros(8), None), 0, timeout_s=7.0)
-    chosen.check()
+    chosen.require(int(chosen.failed))
     chosen._boxes.failed.fill_(1)
     with pytest.raises(CollectiveTimeout, match=r"^a peer did not join a reduction of the decode step within 7 s$"):
-        chosen.check()
+        chosen.require(int(chosen.failed))
