@@ -16,17 +16,17 @@ import torch
 
 from ..kernels.next_token import Draw, RuleTable
 from ..kernels.peer_reduce import mailbox_bytes
-from ..models.hunyuan_image_3.model import HunyuanImage3Model, ReferenceFeatures
-from ..models.hunyuan_image_3.sequence import CondImage, build_text_row
+from ..models.hunyuan_image_3.model import HunyuanImage3Model
+from ..models.hunyuan_image_3.sequence import build_text_row
 from ..models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob
 from ..models.hunyuan_image_3.token_row import TokenRow
 from ..models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
 from ..parallel.collectives import Communicator
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError
+from .pictures import cond_images, features_of
 from .release import Release
 from .timing import WARM_UP, Spread, kernel_split, synchronize, wall_milliseconds
 
-SQUARE = 16  # row of the size table
 LETTERS = random.Random(0).choices(string.ascii_letters + string.digits, k=8192)
 # As the release samples.
 DRAW = Draw(True, 0.6, 1024, 0.95)
@@ -71,10 +71,7 @@ class PrefillRow:
 
 def prompt_row(built: Release, task: Task) -> TokenRow:
     """A row of exactly ``task.tokens`` tokens: one letter of text is one token of the toy tokenizer. Mixed letters, so that experts share the work."""
-    config = built.config
-    side = config.image_base_size // config.vae.ffactor_spatial
-    patches = round(config.vit.max_num_patches**0.5)
-    pictures = (CondImage(SQUARE, (side, side), (patches, patches), config.vit.max_num_patches),) * task.pictures
+    config, pictures = built.config, cond_images(built.config, task.pictures)
 
     def row(letters: int) -> TokenRow:
         return build_text_row(
@@ -83,24 +80,6 @@ def prompt_row(built: Release, task: Task) -> TokenRow:
 
     shortest = len(row(1))
     return row(max(1, task.tokens - shortest + 1))
-
-
-def features_of(model: HunyuanImage3Model, pictures: int) -> tuple[ReferenceFeatures, ...]:
-    config, device = model.config, model.device
-    side = config.image_base_size // config.vae.ffactor_spatial
-    generator = torch.Generator(device).manual_seed(1)
-
-    def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    return tuple(
-        ReferenceFeatures(
-            draw(config.vae.latent_channels, side, side, dtype=torch.float32),
-            draw(config.vit.max_num_patches, config.hidden_size, dtype=model.dtype),
-            f"picture {number}",
-        )
-        for number in range(pictures)
-    )
 
 
 def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, repeats: int, barrier: Callable[[], None]) -> PrefillRow:
@@ -153,7 +132,7 @@ def measure_decode(
     cache = model.new_cache(len(row) + limit, "prefill")
     cache.k.normal_()
     cache.v.normal_()
-    job = TextJob(row.tokens, limit, _NoRules(), DRAW, torch.Generator().manual_seed(0))
+    job = TextJob(row.tokens, limit, NoRules(), DRAW, torch.Generator().manual_seed(0))
     loop = DeviceLoop(model, cache, job, reduction)
     loop.start(torch.zeros(model.config.vocab_size, device=model.device))
     loop.advance(tokens)
@@ -169,7 +148,7 @@ def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *
     cache = model.new_cache(len(row) + tokens + 4, "prefill")
     cache.k.normal_()
     cache.v.normal_()
-    job = TextJob(row.tokens, tokens + 4, _NoRules(), Draw(False), torch.Generator())
+    job = TextJob(row.tokens, tokens + 4, NoRules(), Draw(False), torch.Generator())
     loop = HostLoop(model, cache, job)
     loop.start(torch.zeros(model.config.vocab_size, device=model.device))
     loop.advance(2)
@@ -181,7 +160,7 @@ def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *
     return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {}, "")
 
 
-class _NoRules:
+class NoRules:
     """Stage rules of a text that never ends by itself."""
 
     def table(self) -> RuleTable:

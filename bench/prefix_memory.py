@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 
 from ..models.hunyuan_image_3.loading import LoadOptions
-from ..models.hunyuan_image_3.model import HunyuanImage3Model, ReferenceFeatures
+from ..models.hunyuan_image_3.model import HunyuanImage3Model
 from ..models.hunyuan_image_3.prefix import PrefixStore
-from ..models.hunyuan_image_3.sequence import CondImage, build_image_rows
+from ..models.hunyuan_image_3.sequence import build_image_rows
 from ..parallel.plan import make_plan
 from .environment import describe_machine
 from .one_rank import OneRankCommunicator
+from .pictures import cond_images, features_of
 from .random_model import random_model
 from .release import Release, release
 
 # Pictures and letters of text; the last row is what the longest edit asks for.
 PREFIXES = ((0, 1200), (0, 2400), (1, 2000), (2, 2000), (3, 2000))
-SQUARE = 16  # row of the size table
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,17 @@ def measure(world_size: int, layers: int, *, device: torch.device) -> list[Memor
 
 def _measure_prefix(model: HunyuanImage3Model, built: Release, pictures: int, letters: int) -> MemoryRow:
     config, device = built.config, model.device
-    side = config.image_base_size // config.vae.ffactor_spatial
-    patches = round(config.vit.max_num_patches**0.5)
     rows = build_image_rows(
         built.tokenizer,
         config,
         prompt="one scene",
         system_prompt=None,
         cot_text=f"<recaption>{'ab' * (letters // 2)}</recaption>",
-        cond_images=[CondImage(SQUARE, (side, side), (patches, patches), config.vit.max_num_patches)] * pictures,
+        cond_images=list(cond_images(config, pictures)),
         height=config.image_base_size,
         width=config.image_base_size,
     )
-    features = tuple(
-        ReferenceFeatures(
-            torch.randn(config.vae.latent_channels, side, side, device=device),
-            torch.randn(config.vit.max_num_patches, config.hidden_size, device=device, dtype=model.dtype),
-            f"picture {number}",
-        )
-        for number in range(pictures)
-    )
+    features = features_of(model, pictures)
     prefixes = PrefixStore(model)
     gc.collect()
     torch.cuda.synchronize(device)

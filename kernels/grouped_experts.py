@@ -137,6 +137,8 @@ class MicroViews:
     @classmethod
     def of(cls, blocks: tuple[ExpertBlock, ...]) -> MicroViews:
         """``micro_major`` blocks are equally spaced views of one tensor; one block may hold several micro shards side by side."""
+        if any(tensor.stride(-1) != 1 for block in blocks for tensor in (block.w1, block.w2)):
+            raise ValueError("expert weights must have contiguous columns")
         first = blocks[0]
         width = first.w2.shape[2] // first.micros
         if len(blocks) == 1:
@@ -149,15 +151,6 @@ class MicroViews:
                 raise ValueError("expert blocks of several micro shards must be equally spaced views of one tensor")
             strides.append(steps.pop() // first.w1.element_size())
         return cls(first.w1, first.w2, len(blocks), width, *strides)
-
-
-def why_not_grouped(x: torch.Tensor, blocks: tuple[ExpertBlock, ...]) -> str | None:
-    """None when the grouped kernels take these tensors, else the reason."""
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"{x.dtype} is no dtype of the matrix unit"
-    if any(tensor.stride(-1) != 1 for block in blocks for tensor in (block.w1, block.w2)):
-        return "columns of the expert weights are not contiguous"
-    return None
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,12 @@ def test_micro_shards_must_be_views_of_one_tensor() -> None:
         MicroViews.of((apart[0], apart[2], apart[1], apart[0]))
 
 
+def test_columns_must_be_contiguous() -> None:
+    turned = ExpertBlock(torch.zeros(2, 8, 4).transpose(1, 2), torch.zeros(2, 8, 2), 1)
+    with pytest.raises(ValueError, match="contiguous columns"):
+        MicroViews.of((turned,))
+
+
 def test_tiles_follow_the_rows_of_an_expert() -> None:
     sizes = [choose_tiles(pairs, 64, 768, 4096, 2)[0].rows for pairs in (64, 4000, 10008, 50320)]
     assert sizes == [16, 64, 64, 128]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phase_parallel.kernels.next_token import Draw, RuleTable
+from phase_parallel.bench.ar import NoRules
+from phase_parallel.kernels.next_token import Draw
 from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
 from phase_parallel.models.hunyuan_image_3.sequence import build_text_row
@@ -24,19 +25,6 @@ SPEC = SyntheticSpec(
     max_positions=16384, dtype="bfloat16", max_shard_bytes=64 << 20,
 )  # fmt: skip
 STEPS = 256
-
-
-class NoRules:
-    """A text that never ends by itself."""
-
-    def table(self) -> RuleTable:
-        return RuleTable(transitions=(), ratio_after=-1, ratio_tokens=(), stops=(), single=False)
-
-    def process(self, logits: torch.Tensor, last_token: int) -> torch.Tensor:
-        return logits
-
-    def is_stop(self, token: int) -> bool:
-        return False
 
 
 @pytest.fixture(scope="module")

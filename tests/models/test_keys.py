@@ -9,35 +9,11 @@ from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+from specs import RELEASE
 
 from phase_parallel.models.hunyuan_image_3.config import HunyuanImage3Config
 from phase_parallel.models.hunyuan_image_3.keys import checkpoint_shapes
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_settings
-
-RELEASE = SyntheticSpec(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    experts=64,
-    topk=8,
-    expert_width=3072,
-    vocab=133120,
-    max_positions=22800,
-    image_base_size=1024,
-    latent_channels=32,
-    patch_embed_width=1024,
-    vae_channels=(128, 256, 512, 1024, 1024),
-    vae_blocks=2,
-    vit_layers=27,
-    vit_hidden=1152,
-    vit_heads=16,
-    vit_width=4304,
-    vit_table=16,
-    vit_slots=1024,
-    dtype="bfloat16",
-)
 
 
 def test_golden_checkpoints(golden_dir: Path) -> None:

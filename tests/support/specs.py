@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from phase_parallel.bench import release as bench_release
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec
 
 # Every size divides by 8, so that all plans up to eight ranks work; two shared experts show which width is meant.
@@ -18,30 +21,7 @@ EIGHT_WAYS = SyntheticSpec(
 )
 
 # The release's sizes (spec section 1), for arithmetic on paper.
-RELEASE = SyntheticSpec(
-    layers=32,
-    hidden=4096,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    experts=64,
-    topk=8,
-    expert_width=3072,
-    vocab=133120,
-    max_positions=22800,
-    image_base_size=1024,
-    latent_channels=32,
-    patch_embed_width=1024,
-    vae_channels=(128, 256, 512, 1024, 1024),
-    vae_blocks=2,
-    vit_layers=27,
-    vit_hidden=1152,
-    vit_heads=16,
-    vit_width=4304,
-    vit_table=16,
-    vit_slots=1024,
-    dtype="bfloat16",
-)
+RELEASE = replace(bench_release.RELEASE, kind="base")
 
 # name, ranks, storage_tp, denoise, attention: every plan of one to eight ranks.
 ALL_PLANS = {
