@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from phase_parallel.kernels.expert_groups import plan_groups_eager, plan_groups_triton, route_triton
-from phase_parallel.kernels.grouped_experts import MicroViews, choose_tiles, grouped_experts
+from phase_parallel.kernels.expert_views import MicroViews, WeightRows
+from phase_parallel.kernels.grouped_descriptors import descriptors_fit, experts_by_descriptors, matrices
+from phase_parallel.kernels.grouped_experts import grouped_experts
+from phase_parallel.kernels.grouped_pointers import choose_tiles, experts_by_pointers
+from phase_parallel.kernels.grouped_tiles import Tile
 from phase_parallel.kernels.moe import ExpertBlock, moe_eager
 from phase_parallel.kernels.router import route_eager
 
@@ -123,3 +127,58 @@ def test_tiles_follow_the_rows_of_an_expert() -> None:
     sizes = [choose_tiles(pairs, 64, 768, 4096, 2)[0].rows for pairs in (64, 4000, 10008, 50320)]
     assert sizes == [16, 64, 64, 128]
     assert choose_tiles(50320, 64, 768, 4096, 4)[0].rows == 16, "fp32 is for checks, and its tiles must fit every device"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [("micro_major", (9, 5, 2, 32, 32, 2)), ("expert_major", (9, 5, 2, 32, 32, 2)), ("micro_major", (40, 4, 1, 16, 16, 1))]
+)
+@pytest.mark.parametrize("in_order", [False, True])
+def test_descriptors_fetch_what_pointers_do(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch, in_order: bool, layout: str, sizes: tuple[int, ...], kind: str
+) -> None:
+    tokens, experts, topk, hidden, width, micros = sizes
+    dtype = torch.bfloat16 if triton_device.type == "cuda" else torch.float32
+    if triton_device.type == "cuda":
+        hidden, width = hidden * 16, width * 16
+    blocks = blocks_of(layout, experts, micros, width, hidden, dtype, triton_device)
+    x = torch.randn(tokens, hidden, device=triton_device).to(dtype)
+    ids = skewed_ids(kind, tokens, min(topk, experts // 2) if kind == "every other" else topk, experts, triton_device)
+    groups, views = plan_groups_triton(ids, experts), MicroViews.of(blocks)
+    tile = Tile(16, 16, 16, 4, 2) if triton_device.type == "cpu" else Tile(64, 128, 64, 4, 3)
+    monkeypatch.setattr("phase_parallel.kernels.grouped_descriptors.SORTED_FROM", 1 if in_order else 10**9)
+    assert descriptors_fit(views, up=tile, down=tile)
+    got = experts_by_descriptors(x, views, groups, experts, ids.shape[1], up=tile, down=tile)
+    assert error(got, experts_by_pointers(x, views, groups, experts, ids.shape[1])) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_as_rows_of_one_matrix(layout: str, whole: bool) -> None:
+    """Every expert of every micro shard is where the row arithmetic says; ``whole`` False takes one micro shard's view, as decode does."""
+    experts, micros, width, hidden = 3, 2, 8, 16
+    blocks = blocks_of(layout, experts, micros, width, hidden, torch.float32, torch.device("cpu"))
+    if layout == "expert_major" and not whole:
+        blocks = (ExpertBlock(blocks[0].w1[:, 2 * width :], blocks[0].w2[:, :, width:], 1),)
+    elif not whole:
+        blocks = blocks[1:]
+    shards = 1 if not whole else micros
+    views = MicroViews.of(blocks)
+    up, down = matrices(views)
+    for rows, name, height, across in ((up, "w1", 2 * width, hidden), (down, "w2", hidden, width)):
+        seen = torch.as_strided(rows.base, (rows.rows, rows.columns), (rows.row_stride, 1), rows.base.storage_offset())
+        for expert, micro in product(range(experts), range(shards)):
+            if len(blocks) > 1:
+                want = getattr(blocks[micro], name)[expert]
+            else:
+                part = getattr(blocks[0], name)[expert]
+                want = part[micro * height : (micro + 1) * height] if name == "w1" else part[:, micro * width : (micro + 1) * width]
+            first, left = expert * rows.expert_rows + micro * rows.micro_rows, micro * rows.micro_columns
+            assert torch.equal(seen[first : first + height, left : left + across], want)
+
+
+def test_weights_that_are_not_rows_of_one_matrix() -> None:
+    base = torch.zeros(100)
+    assert WeightRows.of(base.as_strided((2, 3, 4), (13, 4, 1)), 3, 4, 1, 0) is None
+    unaligned = WeightRows.of(torch.zeros(2, 3, 5), 3, 5, 1, 0)
+    assert unaligned is not None and not unaligned.aligned
