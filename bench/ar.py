@@ -21,6 +21,7 @@ from ..models.hunyuan_image_3.sequence import build_text_row
 from ..models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob
 from ..models.hunyuan_image_3.token_row import TokenRow
 from ..models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from ..parallel.abort_word import AbortWord
 from ..parallel.collectives import Communicator
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError
 from .pictures import cond_images, features_of
@@ -105,7 +106,7 @@ def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reductio
     if alone:
         block = torch.zeros(mailbox_bytes(1, hidden, dtype.itemsize), dtype=torch.uint8, device=device)
         memory = PeerMemory(torch.tensor([block.data_ptr()], device=device), block, None)
-        return [(PeerReduction(memory, 0, timeout_s=60.0), "own memory (no peers)")]
+        return [(PeerReduction(memory, 0, timeout_s=60.0, abort=AbortWord(pinned=True)), "own memory (no peers)")]
     if comm.plan.world_size == 1:
         return [(GroupReduction(), "none")]
     found: list[tuple[Reduction, str]] = [(GroupReduction(), "process group")]

@@ -6,6 +6,9 @@ rows in the order of the ranks, in fp32. All ranks add the same numbers in the s
 
 A rank can be at most one call ahead of a peer: call n+1 ends only after every peer has begun n+1, and so has read all of n. Two parities suffice.
 
+A peer that has failed never comes. Its ranks' hosts learn of it in other ways and set a word in their own memory, which a kernel looks at only once it
+has waited for long: reading it costs a trip over PCIe.
+
 One program does everything, because the norm needs the whole row: 8 KB is less than what one multiprocessor moves while a second launch would start.
 """
 
@@ -21,6 +24,8 @@ from .triton_support import jit, let_next_start, next_power_of_2, overlap_option
 # 32-bit words in front of the summands: counters of the peers (16 ranks at most) and padding to a cache line.
 HEADER_WORDS = 32
 MAXIMUM_RANKS = 16
+# A reduction of healthy ranks takes microseconds.
+LOOK_NS = 1_000_000
 
 
 def reduce_residual_norm_eager(
@@ -38,15 +43,19 @@ def mailbox_bytes(ranks: int, hidden: int, itemsize: int) -> int:
 
 
 @jit
-def _spin_until(address, target, timeout_ns):
-    """Waits until the counter at each address has reached ``target``; 0 where it has not within the time."""
+def _spin_until(address, target, timeout_ns, abort, look_ns):
+    """Waits until the counter at each address has reached ``target``; 0 where it has not within the time, or before the word at ``abort`` was set.
+
+    The word is looked at every ``look_ns``.
+    """
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .pred %reached, %late;
+            .reg .pred %reached, %late, %early, %alone;
             .reg .b32 %value, %ahead;
-            .reg .b64 %start, %now, %passed;
+            .reg .b64 %start, %now, %passed, %look;
             mov.u64 %start, %globaltimer;
+            mov.u64 %look, $5;
         again:
             ld.global.acquire.sys.b32 %value, [$1];
             sub.s32 %ahead, %value, $2;
@@ -55,13 +64,19 @@ def _spin_until(address, target, timeout_ns):
             mov.u64 %now, %globaltimer;
             sub.u64 %passed, %now, %start;
             setp.gt.u64 %late, %passed, $3;
-            @!%late bra again;
+            @%late bra done;
+            setp.lt.u64 %early, %passed, %look;
+            @%early bra again;
+            add.u64 %look, %passed, $5;
+            ld.global.relaxed.sys.b32 %value, [$4];
+            setp.ne.s32 %alone, %value, 0;
+            @!%alone bra again;
         done:
             selp.b32 $0, 1, 0, %reached;
         }
         """,
-        "=r,l,r,l",
-        [address, target, timeout_ns],
+        "=r,l,r,l,l,l",
+        [address, target, timeout_ns, abort, look_ns],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -71,8 +86,8 @@ def _spin_until(address, target, timeout_ns):
 # One binary for all ranks and timeouts: nothing may be compiled or loaded while a peer already waits on the same device.
 @jit(do_not_specialize=("rank", "timeout_ns"))
 def _reduce_residual_norm(
-    summand, residual, weight, normed, mailboxes, calls, failed, eps, timeout_ns, rank,
-    RANKS: tl.constexpr, PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr,
+    summand, residual, weight, normed, mailboxes, calls, failed, abort, eps, timeout_ns, rank,
+    RANKS: tl.constexpr, PAD: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, HEADER: tl.constexpr, LOOK_NS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_next_start(OVERLAP)
@@ -97,7 +112,10 @@ def _reduce_residual_norm(
     counters = (boxes + rank * 4).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(counters, tl.zeros([PAD], tl.int32) + call, mask=place < RANKS, sem="release", scope="sys")
     own = tl.load(mailboxes + rank)
-    reached = _spin_until(own + peer_place.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, tl.zeros([PAD], tl.int64) + patience)
+    wide_zero = tl.zeros([PAD], tl.int64)
+    reached = _spin_until(
+        own + peer_place.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, wide_zero + patience, wide_zero + abort.to(tl.int64), wide_zero + LOOK_NS
+    )
     tl.debug_barrier()
     if tl.min(reached, axis=0) == 0:
         tl.store(failed, 1)
@@ -119,12 +137,13 @@ def _reduce_residual_norm(
 @dataclass(frozen=True)
 class Mailboxes:
     """What :func:`reduce_residual_norm` needs of this rank. ``addresses`` int64 ``[ranks]``: every rank's mailbox as this process sees it, in
-    logical rank order. ``calls`` and ``failed`` int32 ``[1]`` of this rank alone."""
+    logical rank order. ``calls`` and ``failed`` int32 ``[1]`` of this rank alone. ``abort`` int32 ``[1]`` in host memory that the device can read."""
 
     addresses: torch.Tensor
     rank: int
     calls: torch.Tensor
     failed: torch.Tensor
+    abort: torch.Tensor
 
 
 def reduce_residual_norm(
@@ -132,11 +151,13 @@ def reduce_residual_norm(
 ) -> None:
     """As :func:`reduce_residual_norm_eager` over all ranks' ``summand [H]``; ``residual`` is updated in place.
 
-    A peer that does not come within ``timeout_s`` leaves a 1 in ``boxes.failed`` and a wrong sum; the caller must look before it uses the result.
+    A peer that does not come within ``timeout_s``, or before the host sets ``boxes.abort``, leaves a 1 in ``boxes.failed`` and a wrong sum; the caller
+    must look before it uses the result.
     """
     ranks, hidden = boxes.addresses.shape[0], summand.shape[-1]
     _reduce_residual_norm[(1,)](
-        summand, residual, weight, normed, boxes.addresses, boxes.calls, boxes.failed, eps, int(timeout_s * 1e9), boxes.rank,
+        summand, residual, weight, normed, boxes.addresses, boxes.calls, boxes.failed, boxes.abort, eps,
+        int(timeout_s * 1e9), boxes.rank,
         RANKS=ranks, PAD=next_power_of_2(ranks), H=hidden, BLOCK=next_power_of_2(hidden), HEADER=HEADER_WORDS,
-        num_warps=16 if hidden >= 4096 else 4, **overlap_options(summand.device),
+        LOOK_NS=LOOK_NS, num_warps=16 if hidden >= 4096 else 4, **overlap_options(summand.device),
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from ..kernels.peer_reduce import MAXIMUM_RANKS, Mailboxes, mailbox_bytes, reduce_residual_norm
 from ..kernels.residual_norm import residual_norm_triton
+from ..parallel.abort_word import AbortWord
 from ..parallel.collectives import CollectiveTimeout, Communicator, Partial, PhaseView
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError, open_peer_memory
 
@@ -47,12 +48,12 @@ class PeerReduction:
 
     name = "peer memory"
 
-    def __init__(self, memory: PeerMemory, rank: int, *, timeout_s: float):
-        """``rank``: this rank's place among ``memory.addresses``."""
+    def __init__(self, memory: PeerMemory, rank: int, *, timeout_s: float, abort: AbortWord):
+        """``rank``: this rank's place among ``memory.addresses``. Once ``abort`` is set, nothing waits for a peer, whatever ``timeout_s``."""
         self._memory = memory
         device = memory.addresses.device
         calls, failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
-        self._boxes = Mailboxes(memory.addresses, rank, calls, failed)
+        self._boxes = Mailboxes(memory.addresses, rank, calls, failed, abort.tensor)
         self._timeout_s = timeout_s
         self.failed = failed
 
@@ -84,7 +85,7 @@ def choose_reduction(comm: Communicator, hidden: int, dtype: torch.dtype, device
         if len(ranks) > MAXIMUM_RANKS:
             raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
         memory = open_peer_memory(comm, ranks, mailbox_bytes(len(ranks), hidden, dtype.itemsize), device)
-        reduction = PeerReduction(memory, comm.plan.logical_tp_rank, timeout_s=comm.timeout_s)
+        reduction = PeerReduction(memory, comm.plan.logical_tp_rank, timeout_s=comm.timeout_s, abort=comm.abort_word)
     except PeerMemoryError as error:
         reason = str(error)
     # Nobody may write before every block is open, and nobody goes on alone.

@@ -65,8 +65,10 @@ class Cluster:
         self._store_lost = ""
         self._closing = threading.Event()
         self._hearts = Hearts(store, rank, world_size)
+        self._places: dict[int, dict[str, Any]] = {}
+        """First record of each other rank: its machine and process stay the same."""
         self._waited_at = 0.0
-        """When ``fault_check`` was called last, which waits do four times a second: is this rank waiting?"""
+        """When ``fault_check`` was called last, which waits do four times a second."""
         self._monitor: threading.Thread | None = None
 
     @classmethod
@@ -183,9 +185,7 @@ class Cluster:
         self._read_fault(self.generation)
         self.fault_check()
 
-    def fault(
-        self, kind: FaultKind, ranks: tuple[int, ...], message: str, *, site: str | None = None
-    ) -> Fault:
+    def fault(self, kind: FaultKind, ranks: tuple[int, ...], message: str, *, site: str | None = None) -> Fault:
         """A fault at the place this rank has reached."""
         phase, reached = self.record.where()
         return Fault(kind, ranks, phase, reached if site is None else site, message)
@@ -210,7 +210,7 @@ class Cluster:
             communicator, self.communicator = self.communicator, None
         try:
             if communicator is not None:
-                communicator.destroy()
+                communicator.abort()
         except RuntimeError as error:
             # The connections are gone either way; the user must read the cause of the fault, not this.
             _log.warning("rank %d could not close its process groups cleanly: %s", self.rank, error)
@@ -221,6 +221,9 @@ class Cluster:
             # A retired generation's fault has been raised here already.
             if value is not None and generation == self.generation and self._open:
                 self._fault = Fault.from_json(value)
+                if self.communicator is not None:
+                    # The main thread may itself be waiting for the device.
+                    self.communicator.abort_word.set()
 
     # Status and heartbeats
 
@@ -241,23 +244,25 @@ class Cluster:
 
     def lost_ranks(self) -> tuple[int, ...]:
         """Other ranks of this machine whose process has ended."""
-        return ended_ranks(record for record in self.records() if record and record["rank"] != self.rank)
+        for rank in set(range(self.world_size)) - {self.rank, *self._places}:
+            record = self.store.find(f"record/{rank}")
+            if record is not None:
+                self._places[rank] = record
+        return ended_ranks(self._places.values())
 
     def _watch(self) -> None:
         """The monitor thread."""
         next_beat = 0.0
         while not self._closing.wait(_FAULT_POLL_S):
             try:
+                self._report_lost_ranks()
                 self._read_fault(self.generation)
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     self._hearts.beat(waiting=time.monotonic() - self._waited_at < BEAT_S)
                     self.publish_record()
-                    self._report_lost_ranks()
             except RuntimeError as error:
-                self._store_lost = (
-                    f"rank {self.rank} lost the launch's store ({error}); the launcher has ended"
-                )
+                self._store_lost = f"rank {self.rank} lost the launch's store ({error}); the launcher has ended"
                 return
 
     def _report_lost_ranks(self) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .abort_word import AbortWord
 from .groups import ProcessGroups
 from .ledger import Ledger, Role
 from .plan import ParallelPlan, Phase, Topology
@@ -69,7 +70,10 @@ class Partial:
 
 
 class Communicator:
-    """This rank's collectives under one plan. ``fault_check`` raises when a peer has published a fault; waits call it every 250 ms."""
+    """This rank's collectives under one plan. ``fault_check`` raises when a peer has published a fault; waits call it every 250 ms.
+
+    ``abort_word`` is for kernels that wait for peers themselves, and is set when a peer has failed.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Communicator:
         self.timeout_s = timeout_s
         self.fault_check = fault_check
         self.ledger = Ledger()
+        self.abort_word = AbortWord(pinned=groups.backend == "nccl" and torch.cuda.is_available())
         self._views = {phase: PhaseView(self, plan.topology(phase)) for phase in PHASE_ROLES}
 
     def phase(self, phase: Phase) -> PhaseView:
@@ -159,7 +164,13 @@ class Communicator:
                     raise CollectiveTimeout(f"a peer did not join the collective at {site} within {self.timeout_s:.0f} s") from error
 
     def destroy(self) -> None:
+        """Of a communicator whose ranks have left it together."""
         self.groups.destroy()
+
+    def abort(self) -> None:
+        """As ``destroy``, after a fault: what waits for a peer on this rank's device ends too."""
+        self.abort_word.set()
+        self.groups.abort()
 
 
 def _settle(work: dist.Work, site: str) -> None:

@@ -83,6 +83,15 @@ class ProcessGroups:
         if not self._alive:
             raise RuntimeError("these process groups were destroyed after a fault; open a new section first")
 
+    def abort(self) -> None:
+        """As ``destroy``, and NCCL's kernels that wait for a peer end first: ``destroy`` alone would wait for them, and so for the peer."""
+        try:
+            if self.backend == "nccl":
+                for group in self._by_ranks.values():
+                    group.abort()
+        finally:
+            self.destroy()
+
     def destroy(self) -> None:
         """Close every connection at once; a peer that waits in a collective of these groups fails there. Never collective itself."""
         if not self._alive:

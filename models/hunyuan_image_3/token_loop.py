@@ -182,7 +182,9 @@ class DeviceLoop:
         done = self._chooser.state[DONE].clone()
         self._chooser.state[DONE] = 1
         self._step.launch()
-        torch.cuda.current_stream().synchronize()
+        reached = torch.cuda.Event()
+        reached.record()
+        _await(reached, self._fault_check)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may talk to the device while this one records.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -193,6 +195,8 @@ class DeviceLoop:
     def _look(self, snapshot: _Snapshot) -> None:
         state, tokens, failed = snapshot.read(self._fault_check)
         count = int(state[COUNT])
+        if failed:
+            self._fault_check()  # a peer's fault also ends reductions, and names the cause
         self._reduction.require(failed)
         self.tokens = tokens[:count].tolist()
         self.done = bool(state[DONE])
@@ -216,10 +220,16 @@ class _Snapshot:
 
     def read(self, fault_check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Waits for the device; ``fault_check`` raises when a peer has failed meanwhile."""
-        asked = time.monotonic()
-        while self._event is not None and not self._event.query():
-            time.sleep(POLL_S)
-            if time.monotonic() - asked > FAULT_CHECK_S:
-                fault_check()
-                asked = time.monotonic()
+        if self._event is not None:
+            _await(self._event, fault_check)
         return self._host[:STATE_SIZE], self._host[STATE_SIZE + 1 :], int(self._host[STATE_SIZE])
+
+
+def _await(event: torch.cuda.Event, fault_check: Callable[[], None]) -> None:
+    """Never stuck behind a peer: ``fault_check`` raises when one has failed meanwhile."""
+    asked = time.monotonic()
+    while not event.query():
+        time.sleep(POLL_S)
+        if time.monotonic() - asked > FAULT_CHECK_S:
+            fault_check()
+            asked = time.monotonic()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from phase_parallel.kernels.peer_reduce import Mailboxes, mailbox_bytes, reduce_residual_norm, reduce_residual_norm_eager
+from phase_parallel.parallel.abort_word import AbortWord
 
 EPS = 1e-5
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="peers' memory needs a CUDA device")
@@ -20,7 +23,7 @@ def make(ranks: int, hidden: int, dtype: torch.dtype) -> list[Mailboxes]:
     def zero() -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    return [Mailboxes(addresses, rank, zero(), zero()) for rank in range(ranks)]
+    return [Mailboxes(addresses, rank, zero(), zero(), AbortWord(pinned=True).tensor) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -71,3 +74,45 @@ def test_nobody_waits_again_after_a_peer_stayed_away() -> None:
     last.record()
     torch.cuda.synchronize()
     assert first.elapsed_time(last) < 5_000
+
+
+def test_the_host_ends_the_waiting_of_a_graph() -> None:
+    """A peer stays away from a graph of a hundred reductions, and the limit is a minute each; the host's word ends all of them and those after it."""
+    box = make(2, 64, torch.float32)[0]
+    word = AbortWord(pinned=True)
+    box = Mailboxes(box.addresses, box.rank, box.calls, box.failed, word.tensor)
+    x = torch.randn(64, device="cuda")
+    out, residual = torch.empty_like(x), x.clone()
+    word.set()
+    reduce_residual_norm(box, x, residual, x, EPS, out, timeout_s=60)  # compiles
+    torch.cuda.synchronize()
+    assert int(box.failed) == 1
+    word.tensor.zero_()
+    box.failed.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            reduce_residual_norm(box, x, residual, x, EPS, out, timeout_s=60)
+    graph.replay()
+    graph.replay()
+    over = torch.cuda.Event()
+    over.record()
+    time.sleep(0.3)
+    assert not over.query(), "it waits for the peer"
+    asked = time.monotonic()
+    word.set()
+    torch.cuda.synchronize()
+    assert time.monotonic() - asked < 1
+    assert int(box.failed) == 1
+
+
+def test_a_word_that_is_set_fails_nobody_whose_peers_came() -> None:
+    """Only who waits looks at it."""
+    word = AbortWord(pinned=True)
+    word.set()
+    boxes = [Mailboxes(box.addresses, box.rank, box.calls, box.failed, word.tensor) for box in make(1, 64, torch.float32)]
+    x = torch.randn(64, device="cuda")
+    for _ in range(10):
+        reduce_residual_norm(boxes[0], x, x.clone(), x, EPS, torch.empty_like(x), timeout_s=5)
+    torch.cuda.synchronize()
+    assert int(boxes[0].failed) == 0

@@ -11,6 +11,7 @@ from phase_parallel.kernels.peer_reduce import Mailboxes
 from phase_parallel.kernels.residual_norm import residual_norm_eager
 from phase_parallel.models import reduction
 from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from phase_parallel.parallel.abort_word import AbortWord
 from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator, Partial
 from phase_parallel.parallel.peer_memory import PeerMemory, PeerMemoryError
 from phase_parallel.parallel.plan import ParallelPlan
@@ -94,6 +95,7 @@ class Peers:
     def reduce(self, boxes: Mailboxes, summand: torch.Tensor, residual: torch.Tensor, *rest: object, timeout_s: float) -> None:
         comm = self.comms[boxes.rank]
         self.sums += 1
+        assert boxes.abort is comm.abort_word.tensor, "a fault must end the waiting"
         total = torch.stack(comm.gather(summand, comm.plan.topology("decode").tp_ranks, "peers")).sum(0)
         residual += total + (1.0 if comm.plan.rank == self.wrong else 0.0)
         if comm.plan.rank == self.late:
@@ -143,7 +145,8 @@ class TestAgreement:
 
 
 def test_a_peer_that_stayed_away_is_a_timeout() -> None:
-    chosen = PeerReduction(PeerMemory(torch.zeros(2, dtype=torch.int64), torch.zeros(8), None), 0, timeout_s=7.0)
+    memory = PeerMemory(torch.zeros(2, dtype=torch.int64), torch.zeros(8), None)
+    chosen = PeerReduction(memory, 0, timeout_s=7.0, abort=AbortWord(pinned=False))
     chosen.require(int(chosen.failed))
     chosen._boxes.failed.fill_(1)
     with pytest.raises(CollectiveTimeout, match=r"^a peer did not join a reduction of the decode step within 7 s$"):

@@ -22,6 +22,7 @@ from phase_parallel.models.hunyuan_image_3.text_rules import StageRules, TextSta
 from phase_parallel.models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, choose_decode
 from phase_parallel.models.reduction import GroupReduction
 from phase_parallel.parallel.collectives import Communicator
+from phase_parallel.parallel.faults import Fault, RankFault
 from phase_parallel.parallel.plan import ParallelPlan
 
 pytest.importorskip("triton")
@@ -155,6 +156,23 @@ def test_nan_names_the_token(folders: dict[str, Path], kind: type) -> None:
             loop.advance(2)
     finally:
         norm.copy_(kept)
+
+
+def test_the_fault_behind_a_failed_reduction_is_told(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduction that was given up because a peer failed is not called a timeout."""
+    engine = engine_in(folders["spec"])
+    fault = Fault("failed", (1,), "AR", "token 1 of 60", "the process has ended")
+
+    def told() -> None:
+        raise fault.error()
+
+    monkeypatch.setattr(GroupReduction, "failed", torch.ones(1, dtype=torch.int32, device=DEVICE))
+    loop, first = begin(engine, DeviceLoop, REQUEST, GREEDY)
+    loop.start(first)  # nobody has published anything: the reduction itself must say what it thinks
+    monkeypatch.setattr(engine.model.comm, "fault_check", told)
+    loop, first = begin(engine, DeviceLoop, REQUEST, GREEDY)
+    with pytest.raises(RankFault, match=r"^rank 1 failed in AR \(token 1 of 60\): the process has ended$"):
+        loop.start(first)
 
 
 @pytest.mark.parametrize("layout", ["micro_major", "expert_major"])

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from phase_parallel.parallel.cluster import Cluster, process_cluster
+from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.faults import Fault, RankFault, SectionTimeout, describe_cause
+from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.heartbeat import ended_ranks
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.parallel.rank_record import RankRecord, RecordKeeper
@@ -52,6 +54,42 @@ def open_generation(*clusters: Cluster) -> None:
     generation = clusters[0].lead_generation(clusters[0].plan)
     for cluster in clusters[1:]:
         cluster.adopt_generation(generation, cluster.plan)
+
+
+def connected(cluster: Cluster) -> Communicator:
+    """A communicator without groups, made as ComfyUI makes it: in a node, where torch is in inference mode."""
+    with torch.inference_mode():
+        cluster.communicator = Communicator(cluster.plan, ProcessGroups(cluster.plan, {}, None, "gloo"))
+    return cluster.communicator
+
+
+def test_a_fault_ends_what_waits_on_the_devices(pair: tuple[Cluster, Cluster]) -> None:
+    """On the rank that fails at once, on the others when they hear of it, whatever their main threads wait for."""
+    zero, one = pair
+    zero.start()
+    open_generation(zero, one)
+    waiting, failing = connected(zero).abort_word.tensor, connected(one).abort_word.tensor
+    time.sleep(0.5)
+    assert int(waiting) == int(failing) == 0
+    one.fail(one.fault("failed", (1,), "the disk is full"))
+    assert int(failing) == 1
+    wait_until(lambda: int(waiting) == 1, limit_s=1.0)
+
+
+def test_a_killed_process_is_missed_within_half_a_second(pair: tuple[Cluster, Cluster]) -> None:
+    zero, _ = pair
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    zero.store.set("record/1", {"rank": 1, "host": socket.gethostname(), "pid": other.pid})
+    zero.start()
+    zero.adopt_generation(zero.lead_generation(zero.plan), zero.plan)
+    waiting = connected(zero).abort_word.tensor
+    time.sleep(0.5)
+    assert int(waiting) == 0
+    other.kill()
+    other.wait()
+    wait_until(lambda: int(waiting) == 1, limit_s=0.6)
+    with pytest.raises(RankFault, match=r"^rank 1 failed while idle: the process has ended$"):
+        zero.fault_check()
 
 
 def test_a_published_fault_reaches_the_other_rank_by_itself(pair: tuple[Cluster, Cluster]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch.distributed as dist
 
@@ -45,3 +47,27 @@ def test_destroyed_groups_are_not_used() -> None:
     for use in (lambda: groups.control, lambda: groups.for_ranks((0,))):
         with pytest.raises(RuntimeError, match=r"these process groups were destroyed after a fault; open a new section first"):
             use()
+
+
+class Group:
+    """Stands for a group of NCCL, which knows no CPU; ``log`` says what was asked for, in order."""
+
+    def __init__(self, log: list[str], failure: str = ""):
+        self.log, self.failure = log, failure
+
+    def abort(self) -> None:
+        self.log.append("abort")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+@pytest.mark.parametrize("failure", ["", "the driver is gone"])
+@pytest.mark.parametrize(("backend", "want"), [("nccl", ["abort", "destroy"]), ("gloo", ["destroy"])])
+def test_kernels_that_wait_end_before_the_groups(backend: str, want: list[str], failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: log.append("destroy"))
+    groups = ProcessGroups(make_plan("tp", world_size=2), {(0, 1): Group(log, failure)}, None, backend)
+    with pytest.raises(RuntimeError, match=failure) if failure and backend == "nccl" else nullcontext():
+        groups.abort()
+    assert log == want and not groups.alive
