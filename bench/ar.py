@@ -72,15 +72,18 @@ class PrefillRow:
 
 def prompt_row(built: Release, task: Task) -> TokenRow:
     """A row of exactly ``task.tokens`` tokens: one letter of text is one token of the toy tokenizer. Mixed letters, so that experts share the work."""
-    config, pictures = built.config, cond_images(built.config, task.pictures)
+    return _row(built, task, prompt_text(built, task))
 
-    def row(letters: int) -> TokenRow:
-        return build_text_row(
-            built.tokenizer, config, prompt="".join(LETTERS[:letters]), system_prompt=None, cot_text=None, cond_images=pictures, task="think"
-        )
 
-    shortest = len(row(1))
-    return row(max(1, task.tokens - shortest + 1))
+def prompt_text(built: Release, task: Task) -> str:
+    """The prompt of that row."""
+    shortest = len(_row(built, task, LETTERS[0]))
+    return "".join(LETTERS[: max(1, task.tokens - shortest + 1)])
+
+
+def _row(built: Release, task: Task, prompt: str) -> TokenRow:
+    pictures = cond_images(built.config, task.pictures)
+    return build_text_row(built.tokenizer, built.config, prompt=prompt, system_prompt=None, cot_text=None, cond_images=pictures, task="think")
 
 
 def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, repeats: int, barrier: Callable[[], None]) -> PrefillRow:

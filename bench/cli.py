@@ -15,26 +15,30 @@ import torch
 from ..kernels.moe import MOE_LAYOUTS
 from ..parallel.cluster import Cluster
 from .errors import BenchError
+from .node import EqualDigests, NodeOptions, StartLaunch, measure, print_result
 
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
 Join = Callable[[dict[str, Any]], AbstractContextManager[Cluster]]
 
 
-def main(arguments: list[str], *, start_ranks: StartRanks, join: Join) -> int:
-    """``start_ranks`` starts this program once for each rank, which then gets its cluster from ``join``."""
+def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: StartLaunch, equal_digests: EqualDigests) -> int:
+    """``start_ranks`` starts this program once for each rank, which then gets its cluster from ``join``. ``launch`` starts ranks with ComfyUI."""
     if arguments[:1] == ["--as-rank"]:
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
-    if options.command == "ar" and options.device == "cpu":
+    if options.command in ("ar", "node") and options.device == "cpu":
         if options.scale != "small":
-            raise BenchError("bench ar --device cpu only tries the program; add --scale small.")
+            raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
     elif not torch.cuda.is_available():
         raise BenchError(f"bench {options.command} measures CUDA devices and this machine has none; run it on a machine with a GPU.")
     if options.command == "memory":
         from .prefix_memory import report
 
         report(options.ranks, options.layers, options.out)
+        return 0
+    if options.command == "node":
+        _node(options, launch, equal_digests)
         return 0
     _ar(options, start_ranks)
     return 0
@@ -59,7 +63,40 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--repeats", type=int, default=5)
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+    node = commands.add_parser("node", help="text of the Think / Recaption node in ComfyUI: speed on the page, time to cancel")
+    node.add_argument("--scheme", choices=("tp", "hybrid"), default="tp")
+    node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
+    node.add_argument("--layers", type=int, default=32)
+    node.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    node.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    node.add_argument("--tokens", type=int, default=1024, help="tokens of one text (default 1024)")
+    node.add_argument("--repeats", type=int, default=3, help="texts that are measured (default 3)")
+    node.add_argument("--cancels", type=int, default=5, help="how often a text is cancelled (default 5)")
+    node.add_argument("--compare", type=Path, metavar="FILE", help="result of bench ar in the same setting")
+    node.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     return parser
+
+
+def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
+    from .ar_table import write_result
+
+    small = options.scale == "small"
+    ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 1)
+    run = NodeOptions(
+        scheme=options.scheme if ranks > 1 else "single",
+        ranks=ranks,
+        device=options.device,
+        layers=2 if small else options.layers,
+        small=small,
+        tokens=options.tokens,
+        repeats=options.repeats,
+        cancels=options.cancels,
+        compare=options.compare,
+    )
+    result = measure(run, launch, equal_digests)
+    print_result(result)
+    if options.out is not None:
+        write_result(result, options.out)
 
 
 def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:

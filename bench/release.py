@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ..models.hunyuan_image_3 import random_weights
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.synthetic import SyntheticSpec, write_settings
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
@@ -37,6 +39,8 @@ RELEASE = SyntheticSpec(
     dtype="bfloat16",
 )
 
+ODD_TEXTS = (" ", " word", "\n", "漢", "\U0001f600", "\u202e", "\x00", '"', "\\", "<b>", "\ufffd")
+
 
 @dataclass(frozen=True)
 class Release:
@@ -49,6 +53,27 @@ class Release:
 def release(kind: Literal["base", "instruct", "distil"] = "instruct", *, layers: int = RELEASE.layers) -> Release:
     """The 80B sizes with ``layers`` layers; all layers are alike, so fewer of them measure activations as well."""
     return from_spec(replace(RELEASE, kind=kind, layers=layers))
+
+
+def write_release(folder: Path, spec: SyntheticSpec) -> Release:
+    """A checkpoint folder that every node takes, of random weights that the ranks draw themselves. Every token id has a text, as in the releases."""
+    config, _ = write_settings(folder, spec)
+    random_weights.declare(folder)
+    _fill_vocabulary(folder / "tokenizer.json", spec.vocab)
+    return Release(config, HunyuanTokenizer.from_folder(folder, config))
+
+
+def _fill_vocabulary(file: Path, size: int) -> None:
+    """The toy tokenizer knows characters and special tokens; the other ids get texts that a page, a log and JSON must bear. Prompts never contain them."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = values["model"]["vocab"]
+    # Named in the model too, special tokens keep their ids when the file is read.
+    vocabulary |= {token["content"]: token["id"] for token in values["added_tokens"]}
+    known = set(vocabulary.values())
+    for number in range(size):
+        if number not in known:
+            vocabulary[f"{ODD_TEXTS[number % len(ODD_TEXTS)]}{number:x}"] = number
+    file.write_text(json.dumps(values), encoding="utf-8")
 
 
 def from_spec(spec: SyntheticSpec) -> Release:

@@ -20,10 +20,18 @@ def main(arguments: list[str] | None = None) -> int:
         return _report_errors(lambda: check.main(words[1:]))
     if words[:1] == ["bench"]:
         from ..bench import cli as bench
+        from .demo import wait_for_equal_digests
+        from .running import Launch
         from .spmd import joined, start_ranks
 
         return _report_errors(
-            lambda: bench.main(words[1:], start_ranks=start_ranks, join=lambda options: joined(options, name="bench", timeout_s=300.0))
+            lambda: bench.main(
+                words[1:],
+                start_ranks=start_ranks,
+                join=lambda options: joined(options, name="bench", timeout_s=300.0),
+                launch=Launch,
+                equal_digests=wait_for_equal_digests,
+            )
         )
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..kernels.kernel_set import KERNEL_CHOICES
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
+from ..models.hunyuan_image_3 import random_weights
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
 from . import checkpoint_folders, host_compat, inputs, plan_choice
 from .driver import process_driver
@@ -100,9 +101,14 @@ class HunyuanImage3Loader:
         loaded, _ = engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)
-        lines = (f"{chosen.describe()} ({reason})", backend_words(loaded["measured"]), sampler_hint(engine))
-        host_compat.show_text("\n".join(lines), unique_id)
+        lines = (weights_words(path), f"{chosen.describe()} ({reason})", backend_words(loaded["measured"]), sampler_hint(engine))
+        host_compat.show_text("\n".join(line for line in lines if line), unique_id)
         return build_model(engine), HunyuanText(engine), vae
+
+
+def weights_words(folder: str) -> str:
+    """What a user must know of the weights themselves; empty for a checkpoint with files."""
+    return random_weights.NOTE if random_weights.declared(folder) else ""
 
 
 def backend_words(measured: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from ...parallel.slicing import ShardingTable
 from ..reduction import ReductionChoice
 from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model
+from .random_weights import RandomWeights, declared
 from .sharding import AROUND, ROUTER, TRUNK, VAE, sharding_table
 from .token_loop import DECODE_CHOICES, DecodeChoice, choose_decode
 from .weights import around_modules, phase_weights
@@ -92,18 +93,24 @@ def load_model(
     """
     options.check_device(device)
     config = HunyuanImage3Config.from_folder(folder)
-    checkpoint = Checkpoint(folder)
+    source = _weights_of(folder, config, plan)
     table = sharding_table(config, plan, options.moe_layout)
-    checkpoint.check(table)
+    source.check(table)
     dtype = trunk_dtype(config, options.weight_dtype)
     dtypes = kind_dtypes(dtype)
     need = table.bytes_resident({kind: torch.empty((), dtype=d).element_size() for kind, d in dtypes.items()})
     check_device_memory(device, need, plan)
     resident = allocate(table, dtypes, device)
-    checkpoint.load(table, resident, progress=progress)
+    source.load(table, resident, progress=progress)
     refuse_nan(resident)
     compare_replicas(table, resident, comm)
     return build_model(config, plan, comm, options, table, resident, device=device, dtype=dtype)
+
+
+def _weights_of(folder: str | Path, config: HunyuanImage3Config, plan: ParallelPlan) -> Checkpoint | RandomWeights:
+    if declared(folder):
+        return RandomWeights(folder, shard=plan.shard, layers=config.num_hidden_layers)
+    return Checkpoint(folder)
 
 
 def build_model(
@@ -170,7 +177,7 @@ def check_folder(folder: str | Path, plan: ParallelPlan, options: LoadOptions) -
     """
     config = HunyuanImage3Config.from_folder(folder)
     table = sharding_table(config, plan, options.moe_layout)
-    Checkpoint(folder).check(table)
+    _weights_of(folder, config, plan).check(table)
     return weight_bytes(config, options.weight_dtype)
 
 

@@ -56,7 +56,6 @@ def test_values_keep_their_scale(layout: str) -> None:
     assert 0.5 < hidden.float().std() < 8
 
 
-
 def test_bench_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "memory"]) == 1

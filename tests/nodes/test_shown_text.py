@@ -9,11 +9,12 @@ import pytest
 import torch
 from lone_engine import Events, RecordingHandle, lone_engine
 
+from phase_parallel.models.hunyuan_image_3 import random_weights
 from phase_parallel.models.hunyuan_image_3.operations import EngineArguments
 from phase_parallel.nodes import host_compat, node_ask, node_rewrite
 from phase_parallel.nodes.image_rows import build_conditionings
 from phase_parallel.nodes.node_ask import HunyuanImage3Ask
-from phase_parallel.nodes.node_loader import backend_words
+from phase_parallel.nodes.node_loader import backend_words, weights_words
 from phase_parallel.nodes.node_rewrite import HunyuanImage3Rewrite
 from phase_parallel.nodes.progress import NodeProgress
 from phase_parallel.nodes.references import prepare_references
@@ -90,6 +91,12 @@ def test_speed_line_has_no_reasons_and_needs_two_tokens() -> None:
 def test_loader_says_which_kernels_run_and_why(small_instruct: Path, kernels: str, words: str) -> None:
     loaded, _ = lone_engine(small_instruct, kernels=kernels).call("load", {}, {}, node_id="1")
     assert backend_words(loaded["measured"]) == words
+
+
+def test_loader_says_when_weights_are_random(small_instruct: Path, tmp_path: Path) -> None:
+    assert weights_words(str(small_instruct)) == ""
+    random_weights.declare(tmp_path)
+    assert weights_words(str(tmp_path)) == "random weights, for measuring only: texts and pictures are noise"
 
 
 def test_operations_take_all_three_choices() -> None:

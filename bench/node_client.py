@@ -1,0 +1,115 @@
+"""A user of rank 0's ComfyUI with a clock: posts a graph, reads the websocket, presses cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from .errors import BenchError
+
+Graph = dict[str, dict[str, Any]]
+HISTORY_S = 10.0
+
+
+@dataclass
+class NodeRun:
+    """One prompt. Times in seconds since it was posted."""
+
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """When the page was told how many tokens of the text are there."""
+    shown: str = ""
+    """What the text node shows at its end."""
+    ended_s: float = 0.0
+    cancel_ms: float | None = None
+    """From pressing cancel to the message that the prompt was interrupted; None where the text ended first."""
+
+    def steady_ms(self, skip: int) -> float:
+        """Milliseconds a token as the page sees them, from the first message with more than ``skip`` tokens on."""
+        later = [(at, count) for at, count in self.tokens if count > skip]
+        if len(later) < 2:
+            raise BenchError(f"the text ended after {self.tokens[-1][1] if self.tokens else 0} tokens, too few to measure; give more --tokens")
+        return (later[-1][0] - later[0][0]) * 1e3 / (later[-1][1] - later[0][1])
+
+    def longest_pause_ms(self, skip: int) -> float:
+        later = [at for at, count in self.tokens if count > skip]
+        return max((b - a) * 1e3 for a, b in pairwise(later))
+
+
+async def run_graph(
+    url: str, graph: Graph, node: str, *, cancel_at: int | None = None, on_load: Callable[[int, int], None] = lambda done, total: None, limit_s: float
+) -> NodeRun:
+    """``node``: the text node of ``graph``. ``cancel_at``: press cancel once that many tokens are there. ``on_load``: progress of the other nodes.
+
+    Raises BenchError when the graph is refused or fails.
+    """
+    try:
+        return await asyncio.wait_for(_run(url, graph, node, cancel_at, on_load), limit_s)
+    except TimeoutError:
+        raise BenchError(f"a prompt was not finished after {limit_s:.0f} s") from None
+
+
+async def _run(url: str, graph: Graph, node: str, cancel_at: int | None, on_load: Callable[[int, int], None]) -> NodeRun:
+    import aiohttp  # comes with every ComfyUI
+
+    client, run = uuid.uuid4().hex, NodeRun()
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws?clientId={client}", max_msg_size=0) as socket:
+        began = time.perf_counter()
+        async with session.post(f"{url}/prompt", json={"prompt": graph, "client_id": client}) as answer:
+            if answer.status != 200:
+                raise BenchError(f"rank 0 refused the graph: {(await answer.text())[:500]}")
+            prompt_id = (await answer.json())["prompt_id"]
+        cancelling: asyncio.Task[float] | None = None
+        end = ""
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                continue
+            now = time.perf_counter()
+            event = json.loads(message.data)
+            kind, data = event["type"], event.get("data", {})
+            if data.get("prompt_id") != prompt_id:
+                continue
+            if kind == "progress" and str(data["node"]) == node:
+                run.tokens.append((now - began, data["value"]))
+                if cancel_at is not None and cancelling is None and data["value"] >= cancel_at:
+                    cancelling = asyncio.create_task(_press_cancel(session, url))
+            elif kind == "progress":
+                on_load(data["value"], data["max"])
+            elif kind == "execution_error":
+                raise BenchError(f"the prompt failed: {data.get('exception_message', '').strip()}")
+            elif kind == "execution_interrupted" or (kind == "executing" and data.get("node") is None):
+                end, run.ended_s = kind, now - began
+                break
+        pressed = None if cancelling is None else await cancelling
+        if end == "executing":
+            run.shown = await _shown(session, url, prompt_id, node)
+        elif end and pressed is not None:
+            run.cancel_ms = (began + run.ended_s - pressed) * 1e3
+        else:
+            raise BenchError("somebody else cancelled the prompt" if end else "rank 0 closed the connection before the prompt was done")
+    return run
+
+
+async def _press_cancel(session: Any, url: str) -> float:
+    """When it was pressed."""
+    pressed = time.perf_counter()
+    async with session.post(f"{url}/interrupt") as answer:
+        answer.raise_for_status()
+    return pressed
+
+
+async def _shown(session: Any, url: str, prompt_id: str, node: str) -> str:
+    """The history is written a moment after the last message."""
+    deadline = time.monotonic() + HISTORY_S
+    while time.monotonic() < deadline:
+        async with session.get(f"{url}/history/{prompt_id}") as answer:
+            history = await answer.json()
+        if prompt_id in history:
+            return "\n".join(history[prompt_id]["outputs"][node]["text"])
+        await asyncio.sleep(0.1)
+    raise BenchError("rank 0 finished the prompt but keeps no history of it")
