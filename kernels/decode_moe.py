@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .gemv import LONGEST_TILE, gemv_eager, load_tile, load_vector
+from .moe import ExpertBlock
 from .router import route_eager
 from .triton_support import jit, let_next_start, next_power_of_2, overlap_options, tl, triton, wait_for_previous
 
@@ -242,3 +243,9 @@ def all_down_triton(
         width=width, shared_width=shared_width, EVEN=whole_rows and width % block == 0, SHARED_EVEN=whole_rows and shared_width % block == 0,
         K=buffers.ids.shape[0], R=rows, BLOCK=block, num_warps=warps, **overlap_options(w2.device),
     )  # fmt: skip
+
+
+def one_token_triton(x: torch.Tensor, block: ExpertBlock, shared_down: torch.Tensor, buffers: DecodeMoeBuffers, out: torch.Tensor) -> None:
+    """Routed and shared experts of a decode step, once the router has filled ``buffers``."""
+    routed_up_triton(x, block.w1, buffers)
+    all_down_triton(block.w2, shared_down, buffers, out)

@@ -36,8 +36,8 @@ def load_vector(x, column, columns: tl.constexpr, EVEN: tl.constexpr):
 
 @jit
 def _gemv(
-    x, weight, out, rows, row_stride,
-    columns: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    x, weight, out, plus, rows, row_stride,
+    columns: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, PLUS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_next_start(OVERLAP)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -50,20 +50,31 @@ def _gemv(
     for first in tl.static_range(BLOCK_C, columns, BLOCK_C):
         column = first + tl.arange(0, BLOCK_C)
         total += load_tile(base, column, inside, columns, EVEN).to(tl.float32) * load_vector(x, column, columns, EVEN)[None, :]
-    tl.store(out + row, tl.sum(total, axis=1), mask=row < rows)
+    result = tl.sum(total, axis=1)
+    if PLUS:
+        result += tl.load(plus + row, mask=row < rows, other=0.0).to(tl.float32)
+    tl.store(out + row, result, mask=row < rows)
 
 
 def gemv_triton(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, block_r: int | None = None, block_c: int | None = None, warps: int = 4
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plus: torch.Tensor | None = None,
+    block_r: int | None = None,
+    block_c: int | None = None,
+    warps: int = 4,
 ) -> torch.Tensor:
-    """As :func:`gemv_eager` into ``out [R]``. Columns must be contiguous; rows may be strided."""
+    """As :func:`gemv_eager` into ``out [R]``, with ``plus [R]`` added before the rounding. Columns must be contiguous; rows may be strided."""
     rows, columns = weight.shape
     if weight.stride(1) != 1:
         raise ValueError(f"gemv needs contiguous columns, but the weight's strides are {weight.stride()}")
     block_c = block_c or min(LONGEST_TILE, next_power_of_2(columns))
     block_r = block_r or max(1, ELEMENTS_PER_THREAD * warps * 32 // block_c)
     _gemv[(triton.cdiv(rows, block_r),)](
-        x, weight, out, rows, weight.stride(0), columns=columns, EVEN=columns % block_c == 0 and rows % block_r == 0, BLOCK_R=block_r, BLOCK_C=block_c,
+        x, weight, out, x if plus is None else plus, rows, weight.stride(0),
+        columns=columns, EVEN=columns % block_c == 0 and rows % block_r == 0, BLOCK_R=block_r, BLOCK_C=block_c, PLUS=plus is not None,
         num_warps=warps, **overlap_options(x.device),
     )  # fmt: skip
     return out

@@ -1,15 +1,18 @@
-"""Which backend runs the operations on many tokens (prefill, denoise), chosen once for a model and shown to the user."""
+"""Which backend runs the operations on many tokens (prefill, denoise) and the experts, chosen once for a model and shown to the user."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from .attention import AttentionRun, attend_eager, attend_fused
+from .decode_moe import DecodeMoeBuffers, one_token_triton
 from .expert_groups import route_triton
+from .flashinfer_experts import FlashInferExperts, why_not_flashinfer
+from .flashinfer_support import FlashInferError
 from .grouped_experts import grouped_experts
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
 from .residual_norm import residual_norm_eager, residual_norm_triton
@@ -19,6 +22,15 @@ from .triton_support import why_not
 
 KernelChoice = Literal["auto", "eager", "fused"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = get_args(KernelChoice)
+MoeBackend = Literal["auto", "triton", "flashinfer"]
+MOE_BACKENDS: tuple[MoeBackend, ...] = get_args(MoeBackend)
+
+
+class OneTokenMoe(Protocol):
+    """The experts of a decode step behind the router: ``x [H]``, the routing and the shared activation in ``buffers``, the shared expert's down
+    weight ``[H, J]`` -> this rank's summand in ``out [H]``."""
+
+    def __call__(self, x: torch.Tensor, block: ExpertBlock, shared_down: torch.Tensor, buffers: DecodeMoeBuffers, out: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,16 @@ class KernelSet:
     route: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
     experts: Callable[[torch.Tensor, tuple[ExpertBlock, ...], torch.Tensor, torch.Tensor, torch.Tensor, MoePath], torch.Tensor]
     """(x, blocks, routing weights, ids, shared expert's summand, path) -> their sum."""
+    moe: str
+    """Who computes the routed experts: eager, triton or flashinfer."""
+
+    @property
+    def moe_words(self) -> str:
+        return self.experts.words if isinstance(self.experts, FlashInferExperts) else self.moe
+
+    def one_token(self, block: ExpertBlock, topk: int) -> OneTokenMoe:
+        """Experts of a decode step on the device for layers whose block is like ``block``. Without FlashInfer that step is Triton's."""
+        return self.experts.for_one_token(block, topk) if isinstance(self.experts, FlashInferExperts) else one_token_triton
 
 
 def _experts_eager(
@@ -58,8 +80,8 @@ def _residual_norm_fused(x: torch.Tensor, residual: torch.Tensor, weight: torch.
     return residual, normed
 
 
-EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_eager, _experts_eager)
-FUSED = KernelSet("fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_triton, _experts_fused)
+EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_eager, _experts_eager, "eager")
+FUSED = KernelSet("fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_triton, _experts_fused, "triton")
 
 
 def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple[KernelSet, str]:
@@ -77,3 +99,24 @@ def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple
         return FUSED, "fused: Triton kernels and PyTorch's fused attention"
     # None only in Triton's interpreter, which is not for real work.
     return EAGER, f"eager: {reason or 'no CUDA device'}"
+
+
+def check_experts(device: torch.device, backend: MoeBackend, kernels: KernelChoice, dtype: torch.dtype) -> None:
+    """``dtype`` is that of the trunk's weights.
+
+    Raises:
+        ValueError: ``triton`` or ``flashinfer`` was asked for and cannot run here.
+    """
+    if backend == "triton":
+        chosen, words = choose_kernels(device, kernels)
+        if chosen is not FUSED:
+            raise ValueError(f"moe_backend triton cannot run here: kernels are {words}; choose moe_backend auto")
+    if backend == "flashinfer":
+        reason = why_not_flashinfer(device, dtype)
+        if reason is not None:
+            raise FlashInferError(f"moe_backend flashinfer cannot run here: {reason}; or choose moe_backend auto")
+
+
+def with_experts(kernels: KernelSet, backend: MoeBackend) -> KernelSet:
+    """``kernels`` with the experts that ``backend`` means, once :func:`check_experts` has let it pass."""
+    return replace(kernels, experts=FlashInferExperts(), moe="flashinfer") if backend == "flashinfer" else kernels

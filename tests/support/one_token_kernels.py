@@ -8,16 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from phase_parallel.kernels import decode_attention
+from phase_parallel.kernels import decode_attention, decode_moe
 from phase_parallel.kernels.decode_moe import all_down_triton, routed_up_triton
-from phase_parallel.models.hunyuan_image_3 import decode_step
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's time is the number of programs; results are the same up to the order of a split attention's sum."""
     monkeypatch.setattr(decode_attention, "SPLITS", 2)
-    monkeypatch.setattr(decode_step, "all_down_triton", partial(all_down_triton, rows=16))
-    monkeypatch.setattr(decode_step, "routed_up_triton", partial(routed_up_triton, rows=8))
+    monkeypatch.setattr(decode_moe, "all_down_triton", partial(all_down_triton, rows=16))
+    monkeypatch.setattr(decode_moe, "routed_up_triton", partial(routed_up_triton, rows=8))
 
 
 def one_rank_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
