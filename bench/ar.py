@@ -20,7 +20,7 @@ from ..models.hunyuan_image_3.model import HunyuanImage3Model
 from ..models.hunyuan_image_3.sequence import build_text_row
 from ..models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob
 from ..models.hunyuan_image_3.token_row import TokenRow
-from ..models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from ..models.reduction import GroupReduction, PeerReduction, Reduction, ReductionChoice, choose_reduction
 from ..parallel.abort_word import AbortWord
 from ..parallel.collectives import Communicator
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError
@@ -31,6 +31,7 @@ from .timing import WARM_UP, Spread, kernel_split, synchronize, wall_millisecond
 LETTERS = random.Random(0).choices(string.ascii_letters + string.digits, k=8192)
 # As the release samples.
 DRAW = Draw(True, 0.6, 1024, 0.95)
+OTHER_REDUCTIONS: tuple[tuple[ReductionChoice, str], ...] = (("peer", "peer memory"), ("flashinfer", "FlashInfer"))
 COPY_BANDWIDTH = 4.24e12
 """Bytes per second, read and written, of a device copy on an H200."""
 
@@ -56,6 +57,8 @@ class ArRow:
     reduction: str
     ms_per_token: Spread
     floor_ms_per_token: float
+    moe_backend: str
+    """Who computed the routed experts: eager, triton or flashinfer."""
     split_us: dict[str, float]
     tokens_digest: str
     """Of all tokens that were written; equal on all ranks."""
@@ -67,6 +70,7 @@ class PrefillRow:
     tokens: int
     ms_prefill: Spread
     ms_device: float
+    moe_backend: str
     split_us: dict[str, float]
 
 
@@ -97,7 +101,11 @@ def measure_prefill(model: HunyuanImage3Model, row: TokenRow, task: Task, *, rep
 
     spread = wall_milliseconds(run, model.device, repeats=repeats, barrier=barrier)
     split = kernel_split(run, model.device)
-    return PrefillRow(task.name, len(row), spread, sum(split.values()) / 1e3, split)
+    return PrefillRow(task.name, len(row), spread, sum(split.values()) / 1e3, moe_backend(model), split)
+
+
+def moe_backend(model: HunyuanImage3Model) -> str:
+    return model.weights["prefill"].kernels.moe
 
 
 def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reduction, str]]:
@@ -113,10 +121,12 @@ def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reductio
     if comm.plan.world_size == 1:
         return [(GroupReduction(), "none")]
     found: list[tuple[Reduction, str]] = [(GroupReduction(), "process group")]
-    try:
-        found.append((choose_reduction(comm, hidden, dtype, device, "peer")[0], "peer memory"))
-    except PeerMemoryError as error:
-        print(f"peer memory: {error}")
+    for choice, name in OTHER_REDUCTIONS:
+        try:
+            found.append((choose_reduction(comm, hidden, dtype, device, choice)[0], name))
+        except PeerMemoryError as error:
+            if comm.plan.rank == 0:
+                print(f"no row with {name}: {error}")
     return found
 
 
@@ -144,7 +154,8 @@ def measure_decode(
     synchronize(model.device)
     split = kernel_split(loop.step, model.device)
     digest = hashlib.sha256(repr(list(loop.tokens)).encode()).hexdigest()[:16]
-    return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), decode_floor_ms(model, len(row)), split, digest)
+    floor = decode_floor_ms(model, len(row))
+    return ArRow(task.name, loop.name, name, spread.scaled(1 / tokens), floor, _step_backend(model), split, digest)
 
 
 def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *, tokens: int, barrier: Callable[[], None]) -> ArRow:
@@ -161,7 +172,12 @@ def measure_eager_decode(model: HunyuanImage3Model, row: TokenRow, task: Task, *
     loop.advance(tokens)
     synchronize(model.device)
     each = (time.perf_counter() - began) * 1e3 / tokens
-    return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), {}, "")
+    return ArRow(task.name, "eager", "process group", Spread(each, each, each), decode_floor_ms(model, len(row)), moe_backend(model), {}, "")
+
+
+def _step_backend(model: HunyuanImage3Model) -> str:
+    """A step on the device is Triton's, also where other work is eager, unless FlashInfer was chosen."""
+    return "flashinfer" if moe_backend(model) == "flashinfer" else "triton"
 
 
 class NoRules:

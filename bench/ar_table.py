@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.kernel_set import MoeBackend
 from ..kernels.moe import MoeLayout
 from ..models.hunyuan_image_3.loading import LoadOptions
 from ..parallel.cluster import Cluster
@@ -40,6 +41,7 @@ class ArOptions:
     alone: bool
     layers: int
     layout: MoeLayout
+    moe_backend: MoeBackend
     small: bool
     tokens: int
     repeats: int
@@ -83,7 +85,7 @@ def _measure(
     options: ArOptions, plan: ParallelPlan, comm: Communicator, device: torch.device, barrier: Callable[[], None]
 ) -> dict[str, Any]:
     built = release_of(options)
-    model = random_model(built.config, plan, comm, LoadOptions(moe_layout=options.layout), device=device)
+    model = random_model(built.config, plan, comm, load_options(options, device), device=device)
     tasks = [replace(task, tokens=task.tokens // 8) for task in TASKS] if options.small else TASKS
     decode: list[ArRow] = []
     prefill: list[PrefillRow] = []
@@ -104,10 +106,21 @@ def _measure(
         "alone": options.alone,
         "layers": options.layers,
         "moe": options.layout,
+        "experts": model.weights["decode"].kernels.moe_words,
         "memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
         "decode": [asdict(row) for row in decode],
         "prefill": [asdict(row) for row in prefill],
     }
+
+
+def load_options(options: ArOptions, device: torch.device) -> LoadOptions:
+    """Raises BenchError before memory is spent where the device cannot follow."""
+    try:
+        chosen = LoadOptions(moe_layout=options.layout, moe_backend=options.moe_backend)
+        chosen.check_device(device)
+    except ValueError as error:
+        raise BenchError(f"{error}.") from error
+    return chosen
 
 
 def release_of(options: ArOptions) -> Release:
@@ -116,16 +129,19 @@ def release_of(options: ArOptions) -> Release:
 
 def print_result(result: dict[str, Any]) -> None:
     peers = "one rank without its peers" if result["alone"] else f"{result['ranks']} ranks"
-    print(f"== {result['scheme']}, {peers}, {result['layers']} layers, {result['moe']}, {result['hardware']}, torch {result['torch']}, {result['commit']}")
+    print(
+        f"== {result['scheme']}, {peers}, {result['layers']} layers, {result['moe']}, experts {result['experts']}, "
+        f"{result['hardware']}, torch {result['torch']}, {result['commit']}"
+    )
     for row in result["prefill"]:
         ms = row["ms_prefill"]
         spread = f"{ms['median']:9.2f} ms  ({ms['minimum']:.2f} … {ms['maximum']:.2f})"
-        print(f"{row['task']:5} prefill {row['tokens']:5} tokens   {spread}, kernels {row['ms_device']:.2f}")
+        print(f"{row['task']:5} prefill {row['tokens']:5} tokens {row['moe_backend']:10}  {spread}, kernels {row['ms_device']:.2f}")
     for row in result["decode"]:
         ms, floor = row["ms_per_token"], row["floor_ms_per_token"]
         print(
-            f"{row['task']:5} {row['decode']:6} {row['reduction']:24} {ms['median']:9.3f} ms/token  ({ms['minimum']:.3f} … {ms['maximum']:.3f}), "
-            f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %"
+            f"{row['task']:5} {row['decode']:6} {row['moe_backend']:10} {row['reduction']:24} {ms['median']:9.3f} ms/token  "
+            f"({ms['minimum']:.3f} … {ms['maximum']:.3f}), floor {floor:.2f}: {100 * floor / ms['median']:.0f} %"
         )
     for kind in ("decode", "prefill"):
         for row in result[kind]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.kernel_set import MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS
 from ..parallel.cluster import Cluster
 from .errors import BenchError
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--alone", action="store_true", help="measure one rank of --ranks on one GPU, without its peers")
     ar.add_argument("--layers", type=int, default=32)
     ar.add_argument("--moe-layout", choices=MOE_LAYOUTS, default="micro_major")
+    ar.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto", help="who computes the routed experts (default: as the other kernels)")
     ar.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     ar.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     ar.add_argument("--tokens", type=int, default=64, help="tokens of one measurement (default 64)")
@@ -110,6 +112,7 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         alone=options.alone or ranks == 1,
         layers=2 if options.scale == "small" else options.layers,
         layout=options.moe_layout,
+        moe_backend=options.moe_backend,
         small=options.scale == "small",
         tokens=options.tokens,
         repeats=options.repeats,

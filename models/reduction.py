@@ -1,4 +1,5 @@
-"""How a decode step adds up the ranks' summands: through peers' memory in one kernel, or with the process group's all-reduce and a second kernel."""
+"""How a decode step adds up the ranks' summands: through peers' memory in one kernel, ours or FlashInfer's, or with the process group's all-reduce and
+a second kernel."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from ..kernels.residual_norm import residual_norm_triton
 from ..parallel.abort_word import AbortWord
 from ..parallel.collectives import CollectiveTimeout, Communicator, Partial, PhaseView
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError, open_peer_memory
+from .flashinfer_reduction import open_flashinfer_reduction, why_not_flashinfer_reduction
 
-ReductionChoice = Literal["auto", "peer", "group"]
+ReductionChoice = Literal["auto", "peer", "group", "flashinfer"]
 SELF_TEST_ROUNDS = 16
+_ASKED_FOR = {"peer": "peer memory", "flashinfer": "FlashInfer's all-reduce"}
 
 
 class Reduction(Protocol):
@@ -70,10 +73,11 @@ class PeerReduction:
 def choose_reduction(comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device, choice: ReductionChoice = "auto") -> tuple[Reduction, str]:
     """Collective over all ranks: the reduction that all of them will use, and why in one sentence.
 
-    ``auto`` opens peers' memory and lets it add known numbers; unless every rank reads the right sum, all use the process group.
+    ``auto`` opens peers' memory and lets it add known numbers; unless every rank reads the right sum, all use the process group. ``flashinfer`` is
+    never taken by itself.
 
     Raises:
-        PeerMemoryError: ``peer`` was asked for and does not work.
+        PeerMemoryError: ``peer`` or ``flashinfer`` was asked for and does not work.
     """
     ranks = comm.plan.topology("decode").tp_ranks
     if len(ranks) == 1:
@@ -82,24 +86,37 @@ def choose_reduction(comm: Communicator, hidden: int, dtype: torch.dtype, device
         return GroupReduction(), "process group: chosen"
     reason, reduction = "", None
     try:
-        if len(ranks) > MAXIMUM_RANKS:
-            raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
-        memory = open_peer_memory(comm, ranks, mailbox_bytes(len(ranks), hidden, dtype.itemsize), device)
-        reduction = PeerReduction(memory, comm.plan.logical_tp_rank, timeout_s=comm.timeout_s, abort=comm.abort_word)
+        if choice == "flashinfer":
+            reduction = open_flashinfer_reduction(comm, ranks, hidden, dtype, device)
+        else:
+            reduction = _open_peer_reduction(comm, ranks, hidden, dtype, device)
     except PeerMemoryError as error:
         reason = str(error)
     # Nobody may write before every block is open, and nobody goes on alone.
     opened = all(flag == 1 for (flag,) in comm.control_gather([int(reduction is not None)]))
     right = opened and _self_test(reduction, comm, hidden, dtype, device)
     if all(flag == 1 for (flag,) in comm.control_gather([int(right)])):
-        return reduction, "peer memory: its sums passed the self-test on all ranks"
+        return reduction, f"{reduction.name}: its sums passed the self-test on all ranks"
     reason = reason or ("its self-test gave a wrong sum" if opened else "another rank could not open it")
-    if choice == "peer":
-        raise PeerMemoryError(f"peer memory cannot be used: {reason}; choose reduction auto or group")
+    if choice != "auto":
+        raise PeerMemoryError(f"{_ASKED_FOR[choice]} cannot be used: {reason}; choose reduction auto or group")
     return GroupReduction(), f"process group: peer memory cannot be used, {reason}"
 
 
-def _self_test(reduction: PeerReduction, comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
+def why_not_reduction(device: torch.device, choice: ReductionChoice) -> str | None:
+    """What can be known on one rank before anything is loaded: the sentence that refuses ``choice``, or None."""
+    reason = why_not_flashinfer_reduction(device) if choice == "flashinfer" else None
+    return reason and f"{_ASKED_FOR[choice]} cannot be used: {reason}; or choose reduction auto"
+
+
+def _open_peer_reduction(comm: Communicator, ranks: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> PeerReduction:
+    if len(ranks) > MAXIMUM_RANKS:
+        raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
+    memory = open_peer_memory(comm, ranks, mailbox_bytes(len(ranks), hidden, dtype.itemsize), device)
+    return PeerReduction(memory, comm.plan.logical_tp_rank, timeout_s=comm.timeout_s, abort=comm.abort_word)
+
+
+def _self_test(reduction: Reduction, comm: Communicator, hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whole numbers that every format adds exactly; each rank and each round contributes its own."""
     view, rank, ranks = comm.phase("decode"), comm.plan.logical_tp_rank, comm.plan.world_size
     column = torch.arange(hidden, device=device) % 7
@@ -110,4 +127,4 @@ def _self_test(reduction: PeerReduction, comm: Communicator, hidden: int, dtype:
         reduction(view, Partial((column + rank + number).to(dtype), "self-test"), residual, ones, 1e-5, normed)
         want = column * ranks + ranks * (ranks - 1) // 2 + ranks * number
         good = good and torch.equal(residual, want.to(dtype))
-    return good and not int(reduction.failed)
+    return good and not (reduction.failed is not None and int(reduction.failed))

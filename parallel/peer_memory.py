@@ -31,12 +31,17 @@ class PeerMemory:
     handle: object
 
 
+def prepare_symmetric_memory() -> None:
+    """Settings that PyTorch's symmetric memory reads from the environment, before anybody opens it."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
 def open_peer_memory(comm: Communicator, ranks: tuple[int, ...], nbytes: int, device: torch.device) -> PeerMemory:
     """Collective over ``ranks``, at least two. Raises PeerMemoryError on the rank where it fails; peers may then have succeeded, so ask them."""
     if device.type != "cuda":
         raise PeerMemoryError("peers' memory needs CUDA devices")
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
+    prepare_symmetric_memory()
     try:
         import torch.distributed._symmetric_memory as symmetric
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...kernels.decode_attention import DecodeAttention
-from ...kernels.decode_moe import DecodeMoeBuffers, all_down_triton, routed_up_triton, router_and_shared_triton
+from ...kernels.decode_moe import DecodeMoeBuffers, router_and_shared_triton
 from ...kernels.embedding import embed_row_triton
 from ...kernels.gemv import gemv_triton
 from ...kernels.next_token import TokenChooser
@@ -44,6 +44,7 @@ class DecodeStep:
         self._qkv = buffer(heads, self._weights.query_group + 2, config.head_dim)
         self._attended = buffer(heads * self._weights.query_group, config.head_dim)
         self._layers = [_moe_buffers(layer, dtype, device) for layer in self._weights.layers]
+        self._experts = [self._weights.kernels.one_token(layer.experts[0], layer.topk) for layer in self._weights.layers]
         self._local_logits = buffer(self._weights.lm_head.tensor.shape[0], dtype=torch.float32)
         self.logits = buffer(config.vocab_size, dtype=torch.float32)
 
@@ -72,8 +73,7 @@ class DecodeStep:
         gemv_triton(self._attended.view(-1), layer.o_proj.tensor, self._summand)
         self._reduce(layer.o_proj.site, layer.post_attention_layernorm)
         router_and_shared_triton(self._normed, layer.router, layer.shared_gate_and_up.tensor, buffers)
-        routed_up_triton(self._normed, block.w1, buffers)
-        all_down_triton(block.w2, layer.shared_down.tensor, buffers, self._summand)
+        self._experts[index](self._normed, block, layer.shared_down.tensor, buffers, self._summand)
         following = weights.layers[index + 1].input_layernorm if index + 1 < len(weights.layers) else weights.ln_f
         self._reduce(layer.shared_down.site, following)
 

@@ -70,6 +70,7 @@ class Engine:
             model, tokenizer, self.table, self.prefixes, decode=options.decode, reduction=options.reduction, kernels=options.kernels
         )
         _, self.kernels_reason = choose_kernels(model.device, options.kernels)
+        self.moe_words = model.weights["decode"].kernels.moe_words
 
     @classmethod
     def load(

@@ -10,13 +10,14 @@ from typing import Literal, get_args
 
 import torch
 
-from ...kernels.kernel_set import KERNEL_CHOICES, KernelChoice, choose_kernels
+from ...kernels.flashinfer_experts import ALIGNMENT, FlashInferExperts
+from ...kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS, KernelChoice, MoeBackend, check_experts, choose_kernels, with_experts
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
 from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_not_finite, tensor_digests
 from ...parallel.collectives import Communicator
 from ...parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
 from ...parallel.slicing import ShardingTable
-from ..reduction import ReductionChoice
+from ..reduction import ReductionChoice, why_not_reduction
 from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model
 from .random_weights import RandomWeights, declared
@@ -34,7 +35,7 @@ DEVICE_HEADROOM = 2 << 30
 @dataclass(frozen=True)
 class LoadOptions:
     """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json. ``decode``: how tokens are written; ``reduction``: how a
-    step of that on the device adds up the ranks' summands."""
+    step of that on the device adds up the ranks' summands. ``moe_backend``: who computes the routed experts; auto follows ``kernels``."""
 
     weight_dtype: WeightDtype = "auto"
     moe_layout: MoeLayout = "micro_major"
@@ -42,6 +43,7 @@ class LoadOptions:
     kernels: KernelChoice = "auto"
     decode: DecodeChoice = "auto"
     reduction: ReductionChoice = "auto"
+    moe_backend: MoeBackend = "auto"
 
     def __post_init__(self) -> None:
         for what, value, choices in (
@@ -51,6 +53,7 @@ class LoadOptions:
             ("kernels", self.kernels, KERNEL_CHOICES),
             ("decode", self.decode, DECODE_CHOICES),
             ("reduction", self.reduction, REDUCTION_CHOICES),
+            ("moe_backend", self.moe_backend, MOE_BACKENDS),
         ):
             if value not in choices:
                 raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
@@ -58,13 +61,19 @@ class LoadOptions:
             raise ValueError(
                 "MoE path two_dispatch runs one dispatch per micro shard, which expert_major has merged; choose micro_major"
             )
+        if self.moe_backend == "flashinfer" and self.moe_layout == "expert_major":
+            raise ValueError("moe_backend flashinfer needs each micro shard in one piece, but expert_major keeps them side by side; choose micro_major")
 
-    def check_device(self, device: torch.device) -> None:
-        """Raises ValueError when ``device`` cannot follow a choice."""
+    def check_device(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Raises ValueError when ``device`` cannot follow a choice for trunk weights of ``dtype``."""
         choose_kernels(device, self.kernels)
+        check_experts(device, self.moe_backend, self.kernels, dtype)
         on_device, reason = choose_decode(device, self.decode, self.kernels)
-        if self.reduction == "peer" and not on_device:
-            raise ValueError(f"reduction peer is for tokens that are written on the device, but decode is {reason}; choose reduction auto")
+        if self.reduction in ("peer", "flashinfer") and not on_device:
+            raise ValueError(f"reduction {self.reduction} is for tokens that are written on the device, but decode is {reason}; choose reduction auto")
+        why_not = why_not_reduction(device, self.reduction)
+        if why_not is not None:
+            raise ValueError(why_not)
 
 
 def trunk_dtype(config: HunyuanImage3Config, choice: WeightDtype) -> torch.dtype:
@@ -93,10 +102,12 @@ def load_model(
     """
     options.check_device(device)
     config = HunyuanImage3Config.from_folder(folder)
+    dtype = trunk_dtype(config, options.weight_dtype)
+    options.check_device(device, dtype)
+    check_experts_fit(config, plan, options)
     source = _weights_of(folder, config, plan)
     table = sharding_table(config, plan, options.moe_layout)
     source.check(table)
-    dtype = trunk_dtype(config, options.weight_dtype)
     dtypes = kind_dtypes(dtype)
     need = table.bytes_resident({kind: torch.empty((), dtype=d).element_size() for kind, d in dtypes.items()})
     check_device_memory(device, need, plan)
@@ -126,13 +137,28 @@ def build_model(
 ) -> HunyuanImage3Model:
     """A model over tensors that are already in their final place."""
     kinds = {name: target.kind for name, target in table.targets.items()}
-    kernels, _ = choose_kernels(device, options.kernels)
+    options.check_device(device, dtype)
+    kernels = with_experts(choose_kernels(device, options.kernels)[0], options.moe_backend)
     weights = {
         phase: phase_weights(config, plan, resident, phase=phase, layout=options.moe_layout, path=options.moe_path, kernels=kernels)
         for phase in PHASES
     }
+    if isinstance(kernels.experts, FlashInferExperts):
+        kernels.experts.tune((layer.experts, layer.topk, layer.moe_path) for phase in PHASES for layer in weights[phase].layers)
     around = around_modules(config, resident, kinds)
     return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype)
+
+
+def check_experts_fit(config: HunyuanImage3Config, plan: ParallelPlan, options: LoadOptions) -> None:
+    """Raises ValueError when ``moe_backend`` cannot compute experts of this rank's width."""
+    if options.moe_backend != "flashinfer":
+        return
+    for width in {config.hidden_size, *(width // plan.world_size for width in config.moe_intermediate_size)}:
+        if width % ALIGNMENT:
+            raise ValueError(
+                f"moe_backend flashinfer needs sizes in multiples of {ALIGNMENT}, and with {plan.world_size} ranks one of this model's is {width}; "
+                "choose moe_backend auto"
+            )
 
 
 def check_device_memory(device: torch.device, need: int, plan: ParallelPlan) -> None:
@@ -176,6 +202,7 @@ def check_folder(folder: str | Path, plan: ParallelPlan, options: LoadOptions) -
     Returns the bytes of weights that are split and that are replicated, for the whole model.
     """
     config = HunyuanImage3Config.from_folder(folder)
+    check_experts_fit(config, plan, options)
     table = sharding_table(config, plan, options.moe_layout)
     _weights_of(folder, config, plan).check(table)
     return weight_bytes(config, options.weight_dtype)

@@ -41,9 +41,10 @@ class EngineArguments:
     kernels: str = "auto"
     decode: str = "auto"
     reduction: str = "auto"
+    moe_backend: str = "auto"
 
     def options(self) -> LoadOptions:
-        return LoadOptions(self.weight_dtype, self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction)
+        return LoadOptions(self.weight_dtype, self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction, self.moe_backend)
 
 
 class EngineSlot:
@@ -106,10 +107,11 @@ def _engine(context: OperationContext, args: dict[str, Any]) -> Engine:
 
 @register(f"{MODEL}.load")
 def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """Nothing but the engine; returns what a node shows of it, and as measured, since devices may differ: which kernels run and how text is written."""
+    """Nothing but the engine; returns what a node shows of it, and as measured, since devices may differ: which kernels run, who computes
+    the experts, and how text is written."""
     engine = _engine(context, args)
     resident = sum(p.nbytes for p in engine.model.around.parameters())
-    backend = {"kernels": engine.kernels_reason, "decode": engine.text.decode_reason}
+    backend = {"kernels": engine.kernels_reason, "moe": engine.moe_words, "decode": engine.text.decode_reason}
     return {"plan": context.plan.describe(), "around_bytes": resident, "measured": backend}, {}
 
 

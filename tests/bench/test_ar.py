@@ -30,6 +30,7 @@ def test_table_of_one_and_of_two_ranks(ranks: int, tmp_path: Path, capfd: pytest
     assert {(row["task"], row["decode"]) for row in result["decode"]} == {("t2i", "eager"), ("ti2i", "eager")}
     assert all(row["ms_per_token"]["median"] > 0 and row["floor_ms_per_token"] > 0 for row in result["decode"])
     assert all(("slowest_rank" in row["ms_prefill"]) == (ranks > 1) for row in result["prefill"])
+    assert {row["moe_backend"] for row in [*result["decode"], *result["prefill"]]} == {result["experts"]} == {"eager"}
     assert {"hardware", "commit", "torch", "date", "scheme", "moe"} <= set(result)
     assert f"t2i   prefill   {1251 // 8} tokens" in capfd.readouterr().out
 
@@ -48,6 +49,12 @@ def test_floor_counts_the_bytes_of_one_token() -> None:
     head = config.vocab_size // 4 * config.hidden_size * 2
     per_layer = decode_floor_ms(model, 0) / 1e3 * 4.24e12 - head
     assert 32 * per_layer + head == pytest.approx(6.41e9, rel=0.01)
+
+
+def test_a_backend_that_cannot_run_here_costs_no_memory(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phase_parallel.bench.ar_table.random_model", lambda *arguments, **options: pytest.fail("a model was made"))
+    assert main([*SMALL, "--moe-backend", "flashinfer"]) == 1
+    assert "moe_backend flashinfer cannot run here: no CUDA device; or choose moe_backend auto." in capfd.readouterr().err
 
 
 def test_on_the_cpu_only_the_small_scale() -> None:

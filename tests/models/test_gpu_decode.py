@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phase_parallel.bench.ar import NoRules
+from phase_parallel.kernels.flashinfer_experts import why_not_flashinfer
 from phase_parallel.kernels.next_token import Draw
 from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
@@ -34,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, dtype: str, kernels: str) -> Engine:
+def load(folder: Path, dtype: str, kernels: str, moe_backend: str = "auto") -> Engine:
     """With a head that writes the tokens in a circle: the right logit stands far above the others."""
     plan = make_plan("single", world_size=1)
     comm = Communicator(plan, ProcessGroups(plan, {}, None, "nccl"))
     device = torch.device("cuda")
-    engine = Engine.load(folder, plan, comm, LoadOptions(weight_dtype=dtype, kernels=kernels), device=device)
+    engine = Engine.load(folder, plan, comm, LoadOptions(weight_dtype=dtype, kernels=kernels, moe_backend=moe_backend), device=device)
     weights = engine.model.weights["decode"]
     embedding, head = weights.wte.tensor.float(), weights.lm_head.tensor
     order = torch.randperm(SPEC.vocab, generator=torch.Generator().manual_seed(3)).to(device)
@@ -89,8 +90,34 @@ def test_fp32_kernels_equal_the_eager_path(folder: Path) -> None:
     assert max(float((a - b).norm() / b.norm()) for a, b in zip(fused, exact, strict=True)) < 1e-5
 
 
+@pytest.fixture
+def flashinfer() -> None:
+    reason = why_not_flashinfer(torch.device("cuda"), torch.bfloat16)
+    if reason is not None:
+        pytest.skip(f"FlashInfer: {reason}")
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_flashinfers_experts_write_the_same_tokens(folder: Path) -> None:
+    """In the prefill and in the graph of a step, which records what was tuned before."""
+    want = finish(run(load(folder, "fp32", "eager"), HostLoop, limit=64, draw=Draw(False)))
+    engine = load(folder, "bf16", "auto", "flashinfer")
+    assert ", tuned for up to " in engine.moe_words
+    assert finish(run(engine, DeviceLoop, limit=64, draw=Draw(False))) == want
+    assert finish(run(engine, HostLoop, limit=64, draw=Draw(False))) == want
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_step_with_flashinfers_experts_does_not_synchronise(folder: Path) -> None:
+    does_not_synchronise(load(folder, "bf16", "auto", "flashinfer"))
+
+
 def test_step_does_not_synchronise(folder: Path) -> None:
-    loop = run(load(folder, "bf16", "auto"), DeviceLoop, limit=200, draw=Draw(True, 0.6, 1024, 0.95))
+    does_not_synchronise(load(folder, "bf16", "auto"))
+
+
+def does_not_synchronise(engine: Engine) -> None:
+    loop = run(engine, DeviceLoop, limit=200, draw=Draw(True, 0.6, 1024, 0.95))
     loop.advance(4)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -9,10 +9,12 @@ from thread_world import run_ranks
 
 from phase_parallel.kernels.peer_reduce import Mailboxes
 from phase_parallel.kernels.residual_norm import residual_norm_eager
-from phase_parallel.models import reduction
-from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction
+from phase_parallel.models import flashinfer_reduction, reduction
+from phase_parallel.models.flashinfer_reduction import open_flashinfer_reduction
+from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction, why_not_reduction
 from phase_parallel.parallel.abort_word import AbortWord
 from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator, Partial
+from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.peer_memory import PeerMemory, PeerMemoryError
 from phase_parallel.parallel.plan import ParallelPlan
 
@@ -74,6 +76,20 @@ class TestChoice:
     def test_peer_is_refused_on_a_cpu(self) -> None:
         with pytest.raises(PeerMemoryError, match=r"^peer memory cannot be used: peers' memory needs CUDA devices; choose reduction auto or group$"):
             run_ranks(lambda plan, comm: choose(plan, comm, "peer"), "tp", world_size=2)
+
+
+    def test_flashinfer_is_refused_on_a_cpu(self) -> None:
+        sentence = r"^FlashInfer's all-reduce cannot be used: no CUDA device; choose reduction auto or group$"
+        with pytest.raises(PeerMemoryError, match=sentence):
+            run_ranks(lambda plan, comm: choose(plan, comm, "flashinfer"), "tp", world_size=2)
+
+    def test_flashinfer_is_never_taken_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reduction, "open_flashinfer_reduction", lambda *arguments: pytest.fail("it was opened"))
+        Peers(monkeypatch, closed=0).run()
+
+    def test_known_before_a_load(self) -> None:
+        assert why_not_reduction(CPU, "flashinfer") == "FlashInfer's all-reduce cannot be used: no CUDA device; or choose reduction auto"
+        assert why_not_reduction(CPU, "auto") is None and why_not_reduction(CPU, "peer") is None
 
 
 class Peers:
@@ -142,6 +158,83 @@ class TestAgreement:
         run_ranks(body, "hybrid", world_size=4)
         assert len(said) == 4 and peers.sums == 0
         assert all(sentence.startswith("peer memory cannot be used: ") and sentence.endswith("; choose reduction auto or group") for sentence in said)
+
+
+class FlashInferKernel:
+    """Stands for FlashInfer's module: one workspace a rank, and a fused all-reduce that adds through the ranks' gather."""
+
+    class AllReduceFusionPattern:
+        kARResidualRMSNorm = 1
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, closed: int | None = None, wrong: int | None = None):
+        self.closed, self.wrong, self.workspaces, self.comms = closed, wrong, [], {}
+        monkeypatch.setattr(flashinfer_reduction, "why_not_flashinfer_reduction", lambda device: None)
+        monkeypatch.setattr(flashinfer_reduction, "function", lambda module, name: getattr(self, name))
+        monkeypatch.setattr(flashinfer_reduction.dist, "get_group_rank", lambda group, rank: rank)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(ProcessGroups, "for_ranks", lambda groups, ranks: object())
+
+    def trtllm_create_ipc_workspace_for_all_reduce_fusion(self, **options: object) -> tuple[object, torch.Tensor, dict]:
+        self.workspaces.append(options)
+        if options["tp_rank"] == self.closed:
+            raise RuntimeError("no peer access\nand a trace")
+        return object(), torch.zeros(1), {}
+
+    def trtllm_allreduce_fusion(
+        self, *, allreduce_in: torch.Tensor, world_rank: int, residual_in: torch.Tensor, residual_out: torch.Tensor, norm_out: torch.Tensor,
+        rms_gamma: torch.Tensor, rms_eps: float, use_oneshot: bool, fp32_acc: bool, hidden_dim: int, token_num: int, **rest: object,
+    ) -> None:  # fmt: skip
+        assert use_oneshot and fp32_acc and (token_num, hidden_dim) == (1, HIDDEN) and residual_in is residual_out
+        comm = self.comms[world_rank]
+        total = torch.stack(comm.gather(allreduce_in, comm.plan.topology("decode").tp_ranks, "peers")).sum(0)
+        sum_, norm = residual_norm_eager(total + (1.0 if world_rank == self.wrong else 0.0), residual_in, rms_gamma, rms_eps)
+        residual_out.copy_(sum_)
+        norm_out.copy_(norm)
+
+    def run(self) -> list[tuple[Reduction, str]]:
+        def body(plan: ParallelPlan, comm: Communicator) -> tuple[Reduction, str]:
+            self.comms[plan.rank] = comm
+            return choose(plan, comm, "flashinfer")
+
+        return run_ranks(body, "tp", world_size=2)
+
+
+class TestFlashInfer:
+    def test_all_ranks_take_it_after_its_self_test(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel = FlashInferKernel(monkeypatch)
+        results = kernel.run()
+        assert {chosen.name for chosen, _ in results} == {"FlashInfer"}
+        assert {reason for _, reason in results} == {"FlashInfer: its sums passed the self-test on all ranks"}
+        for options in kernel.workspaces:
+            assert options["use_symm_dev_mem"] is False, "its own device memory would not go through PyTorch's symmetric memory"
+            assert options["use_fp32_lamport"] is True and options["tp_size"] == 2
+
+    @pytest.mark.parametrize(
+        ("fault", "reasons"),
+        [("closed", {"no peer access", "another rank could not open it"}), ("wrong", {"its self-test gave a wrong sum"})],
+    )
+    def test_what_fails_on_one_rank_is_refused_on_all(self, fault: str, reasons: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel = FlashInferKernel(monkeypatch, **{fault: 1})
+        said: list[str] = []
+
+        def body(plan: ParallelPlan, comm: Communicator) -> None:
+            kernel.comms[plan.rank] = comm
+            try:
+                choose(plan, comm, "flashinfer")
+            except PeerMemoryError as error:
+                said.append(str(error))
+
+        run_ranks(body, "tp", world_size=2)
+        assert len(said) == 2
+        found = {s.removeprefix("FlashInfer's all-reduce cannot be used: ").removesuffix("; choose reduction auto or group") for s in said}
+        assert reasons <= found
+
+    def test_sizes_that_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FlashInferKernel(monkeypatch)
+        with pytest.raises(PeerMemoryError, match=r"^the kernel takes 2, 4, 8, 16 ranks, not 3$"):
+            open_flashinfer_reduction(None, (0, 1, 2), HIDDEN, torch.float32, CPU)
+        with pytest.raises(PeerMemoryError, match=r"^the kernel takes rows in multiples of 16 bytes, not 40$"):
+            open_flashinfer_reduction(None, (0, 1), HIDDEN, torch.bfloat16, CPU)
 
 
 def test_a_peer_that_stayed_away_is_a_timeout() -> None:

@@ -223,6 +223,9 @@ class TestChoice:
             (LoadOptions(decode="graph"), r"^decode graph cannot run here: no CUDA device; choose decode auto or eager$"),
             (LoadOptions(kernels="fused"), r"^fused kernels cannot run here: no CUDA device; choose kernels auto or eager$"),
             (LoadOptions(reduction="peer"), r"^reduction peer is for tokens that are written on the device, but decode is eager: no CUDA device; choose"),
+            (LoadOptions(reduction="flashinfer"), r"^reduction flashinfer is for tokens that are written on the device, but decode is eager: no CUDA"),
+            (LoadOptions(moe_backend="flashinfer"), r"^moe_backend flashinfer cannot run here: no CUDA device; or choose moe_backend auto$"),
+            (LoadOptions(moe_backend="triton"), r"^moe_backend triton cannot run here: kernels are eager: no CUDA device; choose moe_backend auto$"),
         ],
     )
     def test_refused_before_anything_is_read(self, tmp_path: Path, options: LoadOptions, sentence: str) -> None:
@@ -230,7 +233,7 @@ class TestChoice:
         with pytest.raises(ValueError, match=sentence):
             run_ranks(lambda plan, comm: load_model(tmp_path, plan, comm, options, device=CPU), "single", world_size=1)
 
-    @pytest.mark.parametrize("name", ["kernels", "decode", "reduction"])
+    @pytest.mark.parametrize("name", ["kernels", "decode", "reduction", "moe_backend"])
     def test_unknown_values(self, name: str) -> None:
         with pytest.raises(ValueError, match=rf"^unknown {name} 'fast'; choose one of auto, "):
             LoadOptions(**{name: "fast"})
