@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..kernels.kernel_set import KERNEL_CHOICES
+from ..kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.loading import REDUCTION_CHOICES, LoadOptions, check_folder
 from ..models.hunyuan_image_3.token_loop import DECODE_CHOICES
@@ -57,13 +57,14 @@ class CheckOptions:
     kernels: str = "auto"
     decode: str = "auto"
     reduction: str = "auto"
+    moe_backend: str = "auto"
 
     def load_options(self) -> LoadOptions:
-        return LoadOptions("fp32", self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction)
+        return LoadOptions("fp32", self.moe_layout, self.moe_path, self.kernels, self.decode, self.reduction, self.moe_backend)
 
     def describe(self) -> str:
         plan = make_plan(self.plan, world_size=self.ranks, denoise=self.denoise, attention=self.attention)
-        chosen = [f" · {name} {getattr(self, name)}" for name in ("kernels", "decode", "reduction") if getattr(self, name) != "auto"]
+        chosen = [f" · {name} {getattr(self, name)}" for name in ("kernels", "moe_backend", "decode", "reduction") if getattr(self, name) != "auto"]
         return f"{plan.describe()} · {self.moe_layout} {self.moe_path} · CFG {self.cfg_mode}{''.join(chosen)}"
 
 
@@ -142,6 +143,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernels", choices=KERNEL_CHOICES, default="auto", help="of prefill and denoise (default: fused on CUDA devices)")
     parser.add_argument("--decode", choices=DECODE_CHOICES, default="auto", help="how text is written (default: graph on CUDA devices)")
     parser.add_argument("--reduction", choices=REDUCTION_CHOICES, default="auto", help="with --decode graph: how a step adds up the ranks' parts")
+    # FlashInfer's experts take no fp32 weights, and everything is compared in fp32 here.
+    backends = [name for name in MOE_BACKENDS if name != "flashinfer"]
+    parser.add_argument("--moe-backend", choices=backends, default="auto", help="who computes the experts (default: as --kernels)")
     parser.add_argument("--brief", action="store_true", help="one line per case; of the tensors only those that fail")
     options = parser.parse_args(arguments)
     if options.plan and "all" in options.plan:
@@ -173,6 +177,7 @@ def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
         kernels=options.kernels,
         decode=options.decode,
         reduction=options.reduction,
+        moe_backend=options.moe_backend,
     )
     try:
         run.describe()

@@ -82,7 +82,7 @@ def _load(options: dict[str, Any], case: GoldenCase, plan: Any, section: Any, de
         case.checkpoint,
         plan,
         section.communicator,
-        LoadOptions("fp32", *(options[name] for name in ("moe_layout", "moe_path", "kernels", "decode", "reduction"))),
+        LoadOptions("fp32", *(options[name] for name in ("moe_layout", "moe_path", "kernels", "decode", "reduction", "moe_backend"))),
         device=device,
         cfg_mode=options["cfg_mode"],
         reuse_text=options["reuse_text"],

@@ -55,6 +55,7 @@ class EngineChoice:
     moe_layout: str
     moe_path: str
     kernels: str = "auto"
+    moe_backend: str = "auto"
 
     @property
     def key(self) -> str:
@@ -69,7 +70,7 @@ class EngineHandle:
     """Raises, before any collective, a ValueError that says what is wrong with the folder or the choices."""
 
     def __init__(self, choice: EngineChoice, calls: Calls, *, reason: str = "") -> None:
-        options = LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path, choice.kernels)
+        options = LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path, choice.kernels, moe_backend=choice.moe_backend)
         check_folder(choice.folder, choice.plan, options)
         self.choice = choice
         self.reason = reason

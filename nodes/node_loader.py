@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels.kernel_set import KERNEL_CHOICES
+from ..kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3 import random_weights
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
@@ -84,6 +84,7 @@ class HunyuanImage3Loader:
         moe_layout: str = MOE_LAYOUTS[0],
         moe_path: str = MOE_PATHS[0],
         kernels: str = KERNEL_CHOICES[0],
+        moe_backend: str = MOE_BACKENDS[0],
         unique_id: str | None = None,
     ) -> tuple[Any, HunyuanText, HunyuanVae]:
         path = str(checkpoint_folders.checkpoint_folder(folder))
@@ -96,7 +97,7 @@ class HunyuanImage3Loader:
             attention=attention,
             weight_dtype=weight_dtype,
         )
-        choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path, kernels)
+        choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path, kernels, moe_backend)
         engine = EngineHandle(choice, driver, reason=reason)
         loaded, _ = engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
@@ -112,8 +113,8 @@ def weights_words(folder: str) -> str:
 
 
 def backend_words(measured: dict[str, str]) -> str:
-    """Which kernels run on this rank and how text is written, with the reasons that the engine gave."""
-    return f"kernels {measured['kernels']}; text {measured['decode']}"
+    """Which kernels run on this rank, who computes the experts and how text is written, with the reasons that the engine gave."""
+    return f"kernels {measured['kernels']}; experts {measured['moe']}; text {measured['decode']}"
 
 
 def sampler_hint(engine: EngineHandle) -> str:
@@ -166,7 +167,6 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
                 "tooltip": "How the experts' two halves are computed; for speed comparisons. Same picture.",
             },
         ),
-        # Last, so that the widgets of saved workflows keep their places.
         "kernels": (
             list(KERNEL_CHOICES),
             {
@@ -174,6 +174,16 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
                 "advanced": True,
                 "tooltip": "'auto': fast GPU kernels for the experts, attention and the model's text where they run, else "
                 "PyTorch alone; the node shows which. 'eager': PyTorch alone, much slower. 'fused': refuse to run without them.",
+            },
+        ),
+        # New ones go last, so that the widgets of saved workflows keep their places.
+        "moe_backend": (
+            list(MOE_BACKENDS),
+            {
+                "default": MOE_BACKENDS[0],
+                "advanced": True,
+                "tooltip": "Who computes the routed experts. 'auto': as 'kernels' says. 'triton': refuse to run without this pack's GPU kernels. "
+                "'flashinfer': the FlashInfer library, which measures its kernels for half a minute or more while loading; for comparisons.",
             },
         ),
     }

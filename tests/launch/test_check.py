@@ -107,6 +107,7 @@ def test_a_plan_that_does_not_fit_starts_no_rank(folder: Path, capsys: pytest.Ca
         (["--case", "nothing_*"], "No case of"),
         (["--moe-layout", "expert_major", "--moe-path", "two_dispatch"], "MoE path two_dispatch runs one dispatch per micro shard"),
         (["--reduction", "peer"], r"^reduction peer is for tokens that are written on the device, .*; choose reduction auto\.$"),
+        (["--moe-backend", "triton"], r"^moe_backend triton cannot run here: kernels are eager: no CUDA device; choose moe_backend auto\.$"),
     ],
 )
 def test_impossible_wishes(folder: Path, words: list[str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lone_engine import Events, RecordingHandle, lone_engine
 from phase_parallel.models.hunyuan_image_3 import random_weights
 from phase_parallel.models.hunyuan_image_3.operations import EngineArguments
 from phase_parallel.nodes import host_compat, node_ask, node_rewrite
+from phase_parallel.nodes.engine_handle import EngineChoice, EngineHandle
 from phase_parallel.nodes.image_rows import build_conditionings
 from phase_parallel.nodes.node_ask import HunyuanImage3Ask
 from phase_parallel.nodes.node_loader import backend_words, weights_words
@@ -20,6 +22,7 @@ from phase_parallel.nodes.progress import NodeProgress
 from phase_parallel.nodes.references import prepare_references
 from phase_parallel.nodes.text_socket import HunyuanText
 from phase_parallel.nodes.text_stage import Sampling, TextWish, run_text_stage, speed_line
+from phase_parallel.parallel.plan import make_plan
 
 WISH = TextWish("a dog runs", "think + recaption", "None", "", "width x height", 256, 256, 64, 0, Sampling("greedy"))
 
@@ -84,8 +87,8 @@ def test_speed_line_has_no_reasons_and_needs_two_tokens() -> None:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ("auto", "kernels eager: no CUDA device; text eager: no CUDA device"),
-        ("eager", "kernels eager: chosen; text eager: eager kernels were chosen"),
+        ("auto", "kernels eager: no CUDA device; experts eager; text eager: no CUDA device"),
+        ("eager", "kernels eager: chosen; experts eager; text eager: eager kernels were chosen"),
     ],
 )
 def test_loader_says_which_kernels_run_and_why(small_instruct: Path, kernels: str, words: str) -> None:
@@ -99,9 +102,18 @@ def test_loader_says_when_weights_are_random(small_instruct: Path, tmp_path: Pat
     assert weights_words(str(tmp_path)) == "random weights, for measuring only: texts and pictures are noise"
 
 
-def test_operations_take_all_three_choices() -> None:
-    options = EngineArguments("folder", kernels="eager", decode="graph", reduction="group").options()
-    assert (options.kernels, options.decode, options.reduction) == ("eager", "graph", "group")
+def test_operations_take_all_choices() -> None:
+    options = EngineArguments("folder", kernels="eager", decode="graph", reduction="group", moe_backend="triton").options()
+    assert (options.kernels, options.decode, options.reduction, options.moe_backend) == ("eager", "graph", "group", "triton")
+
+
+def test_loaders_choice_of_experts_reaches_the_engine(small_instruct: Path) -> None:
+    """A rank loads what the arguments of an operation say, and rank 0 looks at the same choices first."""
+    choice = EngineChoice(str(small_instruct), make_plan("single", world_size=1), "auto", "micro_major", "multi_micro", "auto", "triton")
+    assert EngineArguments(**choice.arguments()).options().moe_backend == "triton"
+    assert choice.key != replace(choice, moe_backend="auto").key
+    with pytest.raises(ValueError, match=r"^moe_backend flashinfer needs each micro shard in one piece"):
+        EngineHandle(replace(choice, moe_layout="expert_major", moe_backend="flashinfer"), None)
 
 
 def test_saving_is_that_of_the_users_text_wherever_its_row_stands(engine: RecordingHandle) -> None:
