@@ -7,56 +7,18 @@ tokens form causal runs, images form full runs, so memory is linear in the numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from .attention_runs import AttentionRun, clip_runs
+from .prefill_attention import attend_rows_triton
+from .triton_support import why_not
+
 # Rows of a causal run that share one explicit mask; bounds the mask to CAUSAL_ROWS x keys.
 CAUSAL_ROWS = 512
-
-
-@dataclass(frozen=True)
-class AttentionRun:
-    """Query rows ``[q_start, q_stop)`` of a block; ``k_stop`` keys for the last of them."""
-
-    q_start: int
-    q_stop: int
-    k_stop: int
-    causal: bool
-
-
-def plan_runs(start: int, stop: int, full_slices: Sequence[tuple[int, int]]) -> tuple[AttentionRun, ...]:
-    """Runs for the absolute positions ``[start, stop)`` of a row: causal, and bidirectional inside each full slice (spec 3.4).
-
-    Query rows count from ``start``. A full slice must not be cut by ``start`` or ``stop``.
-    """
-    runs = []
-    at = start
-    for first, last in sorted(full_slices):
-        if last <= start or first >= stop:
-            continue
-        if first < start or last > stop:
-            raise ValueError(f"positions {start}…{stop} cut the bidirectional slice {first}…{last}; an image must be computed whole")
-        if first > at:
-            runs.append(AttentionRun(at - start, first - start, first, causal=True))
-        runs.append(AttentionRun(first - start, last - start, last, causal=False))
-        at = last
-    if at < stop:
-        runs.append(AttentionRun(at - start, stop - start, stop, causal=True))
-    return tuple(runs)
-
-
-def clip_runs(runs: Sequence[AttentionRun], first: int, last: int) -> tuple[AttentionRun, ...]:
-    """The part of ``runs`` whose query rows lie in ``[first, last)``, with rows counted from ``first`` (sequence-parallel ranks)."""
-    clipped = []
-    for run in runs:
-        begin, end = max(run.q_start, first), min(run.q_stop, last)
-        if begin < end:
-            k_stop = run.k_stop - (run.q_stop - end) if run.causal else run.k_stop
-            clipped.append(AttentionRun(begin - first, end - first, k_stop, run.causal))
-    return tuple(clipped)
 
 
 def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun]) -> torch.Tensor:
@@ -77,12 +39,24 @@ def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequen
 
 def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun]) -> torch.Tensor:
     """As :func:`attend_eager` without a mask tensor: a causal run is aligned with its last key inside the kernel."""
-    if len(runs) == 1 and runs[0].q_stop - runs[0].q_start == q.shape[0]:
+    if len(runs) == 1 and runs[0].q_stop - runs[0].q_start == q.shape[0] and not takes_rows(runs[0], q):
         return _attend_run(q, k, v, runs[0])
-    out = torch.zeros_like(q)
-    for run in runs:
-        out[run.q_start : run.q_stop] = _attend_run(q[run.q_start : run.q_stop], k, v, run)
+    covered = sum(run.q_stop - run.q_start for run in runs) == q.shape[0]
+    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    for ours, part in groupby(runs, lambda run: takes_rows(run, q)):
+        if ours:
+            attend_rows_triton(q, k, v, tuple(part), out)
+        else:
+            for run in part:
+                out[run.q_start : run.q_stop] = _attend_run(q[run.q_start : run.q_stop], k, v, run)
     return out
+
+
+def takes_rows(run: AttentionRun, q: torch.Tensor) -> bool:
+    """Whether our own kernel computes a run: text behind a prefix, for which the library's kernels have no causal form that fills the device. Text from
+    the start and pictures are what those are best at; fp32 and other head dims are theirs alone."""
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128)
+    return known and run.causal and run.q_stop - run.q_start < run.k_stop and why_not(q.device) is None
 
 
 def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: AttentionRun) -> torch.Tensor:
@@ -100,9 +74,7 @@ def _attend_run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Attentio
     return result.squeeze(0).transpose(0, 1)
 
 
-def _attend_rows(
-    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, last: int, k_stop: int, *, causal: bool
-) -> None:
+def _attend_rows(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, last: int, k_stop: int, *, causal: bool) -> None:
     rows = last - first
     mask = None
     if causal:

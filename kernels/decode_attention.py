@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .attention import attend_eager, plan_runs
+from .attention import attend_eager
+from .attention_runs import plan_runs
 from .rope_norm import rope_norm_eager
 from .triton_support import jit, let_next_start, next_power_of_2, overlap_options, tl, wait_for_previous
 

@@ -1,4 +1,4 @@
-"""Routing of many tokens and the order that grouped products need, without the host: top-k in one launch, a stable counting sort in two.
+"""The order that grouped products need, without the host: a stable counting sort whose counts the router has made (:mod:`.route_tokens`).
 
 Letters: T tokens, K experts per token, E experts, N = T·K (token, choice) pairs.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from .router import Counts
 from .triton_support import jit, next_power_of_2, tl, triton
 
-# Pairs that one program of the sort takes.
-SORT_BLOCK = 256
+# Tokens that one program places; a multiple of every block of the counts.
+PLACE_TOKENS = 64
+# Blocks of the counts that are read at a time.
+COUNT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -35,84 +39,58 @@ def plan_groups_eager(ids: torch.Tensor, experts: int) -> Groups:
     return Groups(row_of.int(), place_of.int(), ends.int())
 
 
-@jit
-def _route(logits, weights, ids, tokens, experts, E: tl.constexpr, K: tl.constexpr, PAD_K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.arange(0, E)[None, :]
-    inside = (token < tokens)[:, None] & (number < experts)
-    logit = tl.load(logits + token[:, None] * experts + number, mask=inside, other=float("-inf"))
-    logit = tl.where((token < tokens)[:, None], logit, 0.0)
-    p = tl.exp(logit - tl.max(logit, axis=1, keep_dims=True))
-    left = tl.where(number < experts, p / tl.sum(p, axis=1, keep_dims=True), -1.0)
-    place = tl.arange(0, PAD_K)[None, :]
-    best, chosen = tl.zeros([BLOCK, PAD_K], tl.float32), tl.zeros([BLOCK, PAD_K], tl.int32)
-    for slot in tl.static_range(K):
-        highest = tl.max(left, axis=1, keep_dims=True)
-        expert = tl.min(tl.where(left == highest, number, E), axis=1, keep_dims=True)
-        best = tl.where(place == slot, highest, best)
-        chosen = tl.where(place == slot, expert, chosen)
-        left = tl.where(number == expert, -1.0, left)
-    total = tl.maximum(tl.sum(best, axis=1, keep_dims=True), 1e-8)
-    mask = (token < tokens)[:, None] & (place < K)
-    tl.store(weights + token[:, None] * K + place, best / total, mask=mask)
-    tl.store(ids + token[:, None] * K + place, chosen, mask=mask)
-
-
-def route_triton(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``router.route_eager``; ids are int32 and equal probabilities go by the expert's number. ``logits [T, E]`` fp32, contiguous."""
-    tokens, experts = logits.shape
-    weights = torch.empty(tokens, topk, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(tokens, topk, dtype=torch.int32, device=logits.device)
-    block = 16
-    _route[(triton.cdiv(tokens, block),)](
-        logits, weights, ids, tokens, experts, E=next_power_of_2(experts), K=topk, PAD_K=next_power_of_2(topk), BLOCK=block, num_warps=4
-    )
-    return weights, ids
+def count_eager(ids: torch.Tensor, experts: int, block: int = PLACE_TOKENS) -> Counts:
+    """What the router counts: ``ids [T, K]``, no expert twice in a row -> choices in each ``block`` tokens."""
+    padded = max(16, next_power_of_2(experts))
+    hits = F.one_hot(ids.long(), padded).sum(1)
+    hits = F.pad(hits, (0, 0, 0, -len(hits) % block))
+    return Counts(hits.unflatten(0, (-1, block)).sum(1).to(torch.uint8), block)
 
 
 @jit
-def _count(ids, counts, pairs, E: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
-    pair = program * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < pairs, other=E)
-    hits = (expert[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
-    tl.store(counts + program * E + tl.arange(0, E), tl.sum(hits, axis=0))
-
-
-@jit
-def _place(ids, counts, row_of, place_of, ends, pairs, experts, programs, E: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def _place(
+    ids, counts, row_of, place_of, ends, tokens, experts, blocks, step,
+    E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     number = tl.arange(0, E)
-    before = tl.zeros([E], tl.int32)
-    total = tl.zeros([E], tl.int32)
-    for first in tl.static_range(0, PROGRAMS, 64):
-        other = first + tl.arange(0, 64)
-        count = tl.load(counts + other[:, None] * E + number[None, :], mask=(other < programs)[:, None], other=0)
+    before, total = tl.zeros([E], tl.int32), tl.zeros([E], tl.int32)
+    for first in range(0, blocks, ROWS):
+        other = first + tl.arange(0, ROWS)
+        count = tl.load(counts + other[:, None] * E + number[None, :], mask=(other < blocks)[:, None], other=0).to(tl.int32)
         total += tl.sum(count, axis=0)
-        before += tl.sum(tl.where((other < program)[:, None], count, 0), axis=0)
+        before += tl.sum(tl.where((other < program * step)[:, None], count, 0), axis=0)
     end = tl.cumsum(total, axis=0)
     if program == 0:
         tl.store(ends + number, end, mask=number < experts)
-    start = end - total + before
-    pair = program * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + pair, mask=pair < pairs, other=E)
-    hits = (expert[:, None] == number[None, :]).to(tl.int32)
-    rank = tl.cumsum(hits, axis=0) - hits
-    place = tl.sum(hits * (rank + start[None, :]), axis=1)
-    tl.store(place_of + pair, place, mask=pair < pairs)
-    tl.store(row_of + place, pair, mask=pair < pairs)
+    row = tl.arange(0, TOKENS)
+    token = program * TOKENS + row
+    here = token < tokens
+    hits = tl.zeros([TOKENS, E], tl.int32)
+    for slot in tl.static_range(K):
+        expert = tl.load(ids + token * K + slot, mask=here, other=E)
+        hits += (expert[:, None] == number[None, :]).to(tl.int32)
+    # A token chooses an expert once, so an expert's pairs are in the order of their tokens: how many earlier tokens of this block chose it is a product
+    # with a triangle of ones, exact in fp16.
+    earlier = (row[None, :] < row[:, None]).to(tl.float16)
+    rank = tl.dot(earlier, hits.to(tl.float16)).to(tl.int32)
+    start = rank + (end - total + before)[None, :]
+    for slot in tl.static_range(K):
+        pair = token * K + slot
+        expert = tl.load(ids + pair, mask=here, other=E)
+        place = tl.sum(tl.where(expert[:, None] == number[None, :], start, 0), axis=1)
+        tl.store(place_of + pair, place, mask=here)
+        tl.store(row_of + place, pair, mask=here)
 
 
-def plan_groups_triton(ids: torch.Tensor, experts: int) -> Groups:
-    """As :func:`plan_groups_eager` for int32 ``ids``, in two launches and without the host."""
-    pairs, device = ids.numel(), ids.device
-    padded = next_power_of_2(experts)
-    programs = triton.cdiv(pairs, SORT_BLOCK)
-    counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
-    row_of, place_of = (torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(2))
+def plan_groups_triton(ids: torch.Tensor, experts: int, counts: Counts) -> Groups:
+    """As :func:`plan_groups_eager` for int32 ``ids`` without equal ones in a row, in one launch."""
+    (tokens, topk), device = ids.shape, ids.device
+    blocks, padded = counts.table.shape
+    row_of, place_of = (torch.empty(ids.numel(), dtype=torch.int32, device=device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=device)
-    _count[(programs,)](ids, counts, pairs, E=padded, BLOCK=SORT_BLOCK, num_warps=4)
-    _place[(programs,)](
-        ids, counts, row_of, place_of, ends, pairs, experts, programs, E=padded, BLOCK=SORT_BLOCK, PROGRAMS=next_power_of_2(programs), num_warps=4
-    )
+    _place[(triton.cdiv(tokens, PLACE_TOKENS),)](
+        ids, counts.table, row_of, place_of, ends, tokens, experts, blocks, PLACE_TOKENS // counts.block,
+        E=padded, K=topk, TOKENS=PLACE_TOKENS, ROWS=COUNT_ROWS, num_warps=4,
+    )  # fmt: skip
     return Groups(row_of, place_of, ends)

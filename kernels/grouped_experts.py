@@ -17,6 +17,7 @@ from .expert_views import MicroViews
 from .grouped_descriptors import descriptors_fit, experts_by_descriptors
 from .grouped_pointers import experts_by_pointers
 from .moe import ExpertBlock
+from .router import Routing
 from .triton_support import jit, next_power_of_2, tl, triton
 
 # Pairs per expert from which the wide tiles of the descriptors pay.
@@ -40,13 +41,14 @@ def _combine(parts, place_of, weights, shared, out, hidden, K: tl.constexpr, SHA
 
 
 def grouped_experts(
-    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None = None
+    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], routing: Routing, shared: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x [T, H]``, routing ``weights, ids [T, K]`` (fp32, int32), ``shared [T, H]`` to be added -> this rank's summand ``[T, H]``."""
+    """``x [T, H]``, a routing with counts, ``shared [T, H]`` to be added -> this rank's summand ``[T, H]``."""
     tokens, hidden = x.shape
+    weights, ids = routing.weights, routing.ids
     experts, topk = blocks[0].w1.shape[0], ids.shape[1]
     views = MicroViews.of(blocks)
-    groups = plan_groups_triton(ids, experts)
+    groups = plan_groups_triton(ids, experts, routing.counts)
     by_descriptors = ids.numel() >= DESCRIPTORS_FROM * experts and descriptors_fit(views)
     parts = (experts_by_descriptors if by_descriptors else experts_by_pointers)(x, views, groups, experts, topk)
     out = torch.empty_like(x)

@@ -8,16 +8,17 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from .attention import AttentionRun, attend_eager, attend_fused
+from .attention import attend_eager, attend_fused
+from .attention_runs import AttentionRun
 from .decode_moe import DecodeMoeBuffers, one_token_triton
-from .expert_groups import route_triton
 from .flashinfer_experts import FlashInferExperts, why_not_flashinfer
 from .flashinfer_support import FlashInferError
 from .grouped_experts import grouped_experts
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
 from .residual_norm import residual_norm_eager, residual_norm_triton
 from .rope_norm import rotate_into_eager, rotate_into_triton
-from .router import route_eager
+from .route_tokens import route_tokens_triton
+from .router import Routing, route_tokens_eager
 from .triton_support import why_not
 
 KernelChoice = Literal["auto", "eager", "fused"]
@@ -42,9 +43,10 @@ class KernelSet:
     rotate_into: Callable[..., torch.Tensor]
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[AttentionRun]], torch.Tensor]
     gated_unit: Callable[[torch.Tensor, int], torch.Tensor]
-    route: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-    experts: Callable[[torch.Tensor, tuple[ExpertBlock, ...], torch.Tensor, torch.Tensor, torch.Tensor, MoePath], torch.Tensor]
-    """(x, blocks, routing weights, ids, shared expert's summand, path) -> their sum."""
+    route: Callable[[torch.Tensor, torch.Tensor, int, bool], Routing]
+    """(x, router weight, experts per token, whether to keep the logits)."""
+    experts: Callable[[torch.Tensor, tuple[ExpertBlock, ...], Routing, torch.Tensor, MoePath], torch.Tensor]
+    """(x, blocks, routing, shared expert's summand, path) -> their sum."""
     moe: str
     """Who computes the routed experts: eager, triton or flashinfer."""
 
@@ -57,19 +59,15 @@ class KernelSet:
         return self.experts.for_one_token(block, topk) if isinstance(self.experts, FlashInferExperts) else one_token_triton
 
 
-def _experts_eager(
-    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor, path: MoePath
-) -> torch.Tensor:
-    return shared + moe_eager(x, blocks, weights, ids, path=path)
+def _experts_eager(x: torch.Tensor, blocks: tuple[ExpertBlock, ...], routing: Routing, shared: torch.Tensor, path: MoePath) -> torch.Tensor:
+    return shared + moe_eager(x, blocks, routing.weights, routing.ids, path=path)
 
 
-def _experts_fused(
-    x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor, path: MoePath
-) -> torch.Tensor:
+def _experts_fused(x: torch.Tensor, blocks: tuple[ExpertBlock, ...], routing: Routing, shared: torch.Tensor, path: MoePath) -> torch.Tensor:
     if path == "multi_micro":
-        return grouped_experts(x, blocks, weights, ids, shared)
+        return grouped_experts(x, blocks, routing, shared)
     for block in blocks:
-        shared = grouped_experts(x, (block,), weights, ids, shared)
+        shared = grouped_experts(x, (block,), routing, shared)
     return shared
 
 
@@ -80,8 +78,10 @@ def _residual_norm_fused(x: torch.Tensor, residual: torch.Tensor, weight: torch.
     return residual, normed
 
 
-EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_eager, _experts_eager, "eager")
-FUSED = KernelSet("fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_triton, _experts_fused, "triton")
+EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_tokens_eager, _experts_eager, "eager")
+FUSED = KernelSet(
+    "fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_tokens_triton, _experts_fused, "triton"
+)
 
 
 def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple[KernelSet, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.attention import plan_runs
+from ...kernels.attention_runs import plan_runs
 from ...parallel.collectives import Communicator, PhaseView
 from ...parallel.plan import ParallelPlan, Phase
 from .config import HunyuanImage3Config

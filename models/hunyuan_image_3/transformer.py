@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.attention import AttentionRun, clip_runs
+from ...kernels.attention_runs import AttentionRun, clip_runs
 from ...kernels.kernel_set import EAGER, KernelSet
 from ...kernels.moe import ExpertBlock, MoePath
 from ...kernels.rms_norm import rms_norm_eager
-from ...kernels.router import router_logits_eager
 from ...parallel.collectives import Partial, PhaseView
 from ...parallel.ledger import Role
 from ...parallel.plan import AttentionKind
@@ -214,12 +213,11 @@ def _attend(q: torch.Tensor, slot: Slot, layer: int, runs: tuple[AttentionRun, .
 
 def _moe(x: torch.Tensor, layer: LayerWeights, kernels: KernelSet, probe: Mapping[str, list] | None) -> Partial:
     """Shared and routed experts; both are summands of one later reduction, so the shared expert is split as well."""
-    router_logits = router_logits_eager(x, layer.router)
-    topk_weights, ids = kernels.route(router_logits, layer.topk)
+    routing = kernels.route(x, layer.router, layer.topk, probe is not None)
     if probe is not None:
-        probe["router_logits"].append(router_logits)
-        probe["router_ids"].append(ids.long())
-        probe["router_weights"].append(topk_weights)
+        probe["router_logits"].append(routing.logits)
+        probe["router_ids"].append(routing.ids.long())
+        probe["router_weights"].append(routing.weights)
     hidden = kernels.gated_unit(project(x, layer.shared_gate_and_up), layer.shared_micros)
     shared = project(hidden, layer.shared_down)
-    return shared.extend(lambda summand: kernels.experts(x, layer.experts, topk_weights, ids, summand, layer.moe_path))
+    return shared.extend(lambda summand: kernels.experts(x, layer.experts, routing, summand, layer.moe_path))

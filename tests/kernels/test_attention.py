@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phase_parallel.kernels import attention
-from phase_parallel.kernels.attention import AttentionRun, attend_eager, clip_runs, plan_runs
+from phase_parallel.kernels.attention import attend_eager
+from phase_parallel.kernels.attention_runs import AttentionRun, clip_runs, plan_runs
 
 
 def dense(length: int, full_slices: list[tuple[int, int]]) -> torch.Tensor:

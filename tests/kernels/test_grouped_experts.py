@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from phase_parallel.kernels.expert_groups import plan_groups_eager, plan_groups_triton, route_triton
+from phase_parallel.kernels.expert_groups import count_eager, plan_groups_triton
 from phase_parallel.kernels.expert_views import MicroViews, WeightRows
 from phase_parallel.kernels.grouped_descriptors import descriptors_fit, experts_by_descriptors, matrices
 from phase_parallel.kernels.grouped_experts import grouped_experts
 from phase_parallel.kernels.grouped_pointers import choose_tiles, experts_by_pointers
 from phase_parallel.kernels.grouped_tiles import Tile
 from phase_parallel.kernels.moe import ExpertBlock, moe_eager
-from phase_parallel.kernels.router import route_eager
+from phase_parallel.kernels.router import Routing
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -50,25 +50,6 @@ def skewed_ids(kind: str, tokens: int, topk: int, experts: int, device: torch.de
     return scores.topk(topk, dim=-1).indices.int()
 
 
-@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (17, 64, 8), (35, 6, 2), (5, 1, 1)])
-def test_routing(triton_device: torch.device, tokens: int, experts: int, topk: int) -> None:
-    logits = torch.randn(tokens, experts, device=triton_device)
-    weights, ids = route_triton(logits, topk)
-    want_weights, want_ids = route_eager(logits, topk)
-    assert torch.equal(ids.long(), want_ids)
-    assert error(weights, want_weights) < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["even", "crowded", "every other"])
-@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 8, 3), (70, 64, 8), (300, 6, 2)])
-def test_sorting_is_stable(triton_device: torch.device, kind: str, tokens: int, experts: int, topk: int) -> None:
-    ids = skewed_ids(kind, tokens, topk, experts, triton_device)
-    got, want = plan_groups_triton(ids, experts), plan_groups_eager(ids, experts)
-    assert torch.equal(got.row_of, want.row_of)
-    assert torch.equal(got.place_of, want.place_of)
-    assert torch.equal(got.ends, want.ends)
-
-
 # (tokens, experts, topk, hidden, width, micros). Few and small in the interpreter: tiles of 16 rows, then of 64 and 128.
 CASES = [
     ("micro_major", "even", (1, 8, 3, 64, 12, 1)),
@@ -98,7 +79,7 @@ def test_whole_mixture(triton_device: torch.device, layout: str, kind: str, size
         weights = torch.rand(ids.shape, device=triton_device)
         want = moe_eager(x.double(), doubled(blocks), weights.double(), ids.long(), path="multi_micro")
         limit = 1e-5 if dtype == torch.float32 else 1e-2
-        assert error(grouped_experts(x, blocks, weights, ids, shared), want + shared.double()) < limit
+        assert error(grouped_experts(x, blocks, Routing(weights, ids, count_eager(ids, experts)), shared), want + shared.double()) < limit
 
 
 def test_without_a_shared_expert_and_again(triton_device: torch.device) -> None:
@@ -106,9 +87,10 @@ def test_without_a_shared_expert_and_again(triton_device: torch.device) -> None:
     x = torch.randn(7, 40, device=triton_device)
     ids = skewed_ids("even", 7, 2, 3, triton_device)
     weights = torch.rand(ids.shape, device=triton_device)
-    got = grouped_experts(x, blocks, weights, ids)
+    routing = Routing(weights, ids, count_eager(ids, 3))
+    got = grouped_experts(x, blocks, routing)
     assert error(got, moe_eager(x.double(), doubled(blocks), weights.double(), ids.long(), path="multi_micro")) < 1e-5
-    assert torch.equal(got, grouped_experts(x, blocks, weights, ids)), "one order of every sum"
+    assert torch.equal(got, grouped_experts(x, blocks, routing)), "one order of every sum"
 
 
 def test_micro_shards_must_be_views_of_one_tensor() -> None:
@@ -144,7 +126,7 @@ def test_descriptors_fetch_what_pointers_do(
     blocks = blocks_of(layout, experts, micros, width, hidden, dtype, triton_device)
     x = torch.randn(tokens, hidden, device=triton_device).to(dtype)
     ids = skewed_ids(kind, tokens, min(topk, experts // 2) if kind == "every other" else topk, experts, triton_device)
-    groups, views = plan_groups_triton(ids, experts), MicroViews.of(blocks)
+    groups, views = plan_groups_triton(ids, experts, count_eager(ids, experts)), MicroViews.of(blocks)
     tile = Tile(16, 16, 16, 4, 2) if triton_device.type == "cpu" else Tile(64, 128, 64, 4, 3)
     monkeypatch.setattr("phase_parallel.kernels.grouped_descriptors.SORTED_FROM", 1 if in_order else 10**9)
     assert descriptors_fit(views, up=tile, down=tile)
