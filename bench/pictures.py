@@ -26,7 +26,7 @@ def features_of(model: HunyuanImage3Model, pictures: int) -> tuple[ReferenceFeat
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     return tuple(
-        ReferenceFeatures(
+        model.reference_features(
             draw(config.vae.latent_channels, side, side, dtype=torch.float32),
             draw(config.vit.max_num_patches, config.hidden_size, dtype=model.dtype),
             f"picture {number}",

@@ -30,8 +30,8 @@ class DecodeStep:
         self._view = model.comm.phase("decode")
         self._attention_kind = model.plan.attention
         self._cache, self._chooser, self._reduction = cache, chooser, reduction
-        positions = [(at, at) for at in range(cache.capacity)]
-        self._cos, self._sin = (table.to(device) for table in rope_tables(positions, config.head_dim, config.rope_theta))
+        positions = torch.arange(cache.capacity, device=device).unsqueeze(1).repeat(1, 2)
+        self._cos, self._sin = rope_tables(positions, config.head_dim, config.rope_theta)
         layer = self._weights.layers[0]
         heads = layer.qkv_proj.tensor.shape[0] // ((self._weights.query_group + 2) * config.head_dim)
         self._attend = DecodeAttention(heads, self._weights.query_group, config.head_dim, device)

@@ -7,6 +7,7 @@ Letters: T tokens, H hidden, C latent channels, n rows computed together, h×w t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,17 @@ from .token_row import TokenRow, rope_tables
 from .transformer import ForwardBatch, Slot, TrunkWeights, embed, forward_layers, local_rows, logits, padded_length
 from .weights import Around
 
+# Rows whose rotary tables are kept; the longest row's take 23 MB.
+MAX_TABLES = 4
+
 
 @dataclass(frozen=True)
 class ReferenceFeatures:
-    """One conditioning picture as the trunk takes it: scaled ``latent [C, h, w]`` and aligned ``vit [slots, H]``; ``digest`` names both."""
+    """One conditioning picture as the trunk takes it: ``image [1 + h·w, H]``, its timestep's token and those of its scaled ``latent [C, h, w]``, and
+    aligned ``vit [slots, H]``. ``digest`` names all. Made by :meth:`HunyuanImage3Model.reference_features`."""
 
     latent: torch.Tensor
+    image: torch.Tensor
     vit: torch.Tensor
     digest: str
 
@@ -70,6 +76,7 @@ class HunyuanImage3Model:
         self.around = around
         self.device = device
         self.dtype = dtype
+        self._tables: OrderedDict[tuple[TokenRow, int, int], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
     def new_cache(self, capacity: int, phase: Phase) -> KVCache:
         """Empty cache with the KV heads that this rank attends with in ``phase``."""
@@ -80,10 +87,23 @@ class HunyuanImage3Model:
         )
 
     def tables(self, row: TokenRow, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary ``cos, sin [stop-start, d]`` of a row's positions, fp32."""
-        positions = row.positions(self.config.cond_token_attn_type, rope_type=self.config.rope_type)[start:stop]
-        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        return cos.to(self.device), sin.to(self.device)
+        """Rotary ``cos, sin [stop-start, d]`` of a row's positions, fp32. Kept, because every step of a picture asks for the same."""
+        key = (row, start, stop)
+        if key not in self._tables:
+            positions = row.positions(self.config.cond_token_attn_type, rope_type=self.config.rope_type)[start:stop]
+            self._tables[key] = rope_tables(positions.to(self.device), self.config.head_dim, self.config.rope_theta)
+        self._tables.move_to_end(key)
+        while len(self._tables) > MAX_TABLES:
+            self._tables.popitem(last=False)
+        return self._tables[key]
+
+    @torch.inference_mode()
+    def reference_features(self, latent: torch.Tensor, vit: torch.Tensor, digest: str) -> ReferenceFeatures:
+        """A picture's ``latent [C, h, w]`` and ``vit [slots, H]`` as tokens. They depend on the picture alone, so every prefill uses them as they are."""
+        zero = torch.zeros(1, device=self.device)
+        image = self.around.patch_embed(latent.unsqueeze(0), self.around.time_embed(zero))[0]
+        tokens = torch.cat([self.around.timestep_emb(zero).to(self.dtype), image.to(self.dtype)])
+        return ReferenceFeatures(latent, tokens, vit.to(self.dtype), digest)
 
     @torch.inference_mode()
     def prefill(
@@ -117,11 +137,8 @@ class HunyuanImage3Model:
         for span, feature in zip(row.cond, features, strict=True):
             if not start <= span.timestep_index < stop:
                 continue
-            zero = torch.zeros(1, device=self.device)
-            image = self.around.patch_embed(feature.latent.unsqueeze(0), self.around.time_embed(zero))[0]
-            hidden[span.timestep_index - start] = self.around.timestep_emb(zero)[0].to(hidden.dtype)
-            hidden[span.vae[0] - start : span.vae[1] - start] = image.to(hidden.dtype)
-            hidden[span.vit[0] - start : span.vit[1] - start] = feature.vit.to(hidden.dtype)
+            hidden[span.timestep_index - start : span.vae[1] - start] = feature.image
+            hidden[span.vit[0] - start : span.vit[1] - start] = feature.vit
 
     @torch.inference_mode()
     def next_logits(self, hidden: torch.Tensor, phase: Phase) -> torch.Tensor:
@@ -136,9 +153,9 @@ class HunyuanImage3Model:
         view, weights = self.comm.phase("decode"), self.weights["decode"]
         with view.forward({"row_reduce": 1}, "embedding"):
             hidden = embed(torch.tensor([token], dtype=torch.int64, device=self.device), weights, view)
-        cos, sin = rope_tables([(position, position)], self.config.head_dim, self.config.rope_theta)
+        cos, sin = rope_tables(torch.full((1, 2), position, device=self.device), self.config.head_dim, self.config.rope_theta)
         runs = plan_runs(position, position + 1, ())
-        slot = Slot(cache, position, 1, runs, cos.to(self.device), sin.to(self.device))
+        slot = Slot(cache, position, 1, runs, cos, sin)
         hidden = forward_layers(hidden, weights, ForwardBatch((slot,), 1), view, self.plan.attention)
         cache.length = position + 1
         return self.next_logits(hidden, "decode")[0]

@@ -71,11 +71,12 @@ def encode_reference(model: HunyuanImage3Model, prepared: PreparedReference, noi
     patches = prepared.patches.unsqueeze(0).to(device, model.dtype)
     hidden = around.vision_model(patches, prepared.mask.unsqueeze(0).to(device), [prepared.grid])
     vit = around.vision_aligner(hidden)[0]
-    return EncodedReference(ReferenceFeatures(latent[0], vit, reference_digest(prepared, noise)), mean, logvar, vit)
+    features = model.reference_features(latent[0], vit, reference_digest(prepared, noise))
+    return EncodedReference(features, mean, logvar, vit)
 
 
-# Enough for several prompts with three pictures each; a 1024² picture takes about 0.6 MB of latent and 9 MB of vision features.
-MAX_KEPT = 16
+# Enough for two prompts with four pictures each; a 1024² picture takes 34 MB of latent tokens and 8 MB of vision features.
+MAX_KEPT = 8
 
 
 class ReferenceStore:

@@ -60,13 +60,13 @@ class TokenRow:
         """Tokens before the generated picture's block; no denoise step changes them; all without one."""
         return len(self.tokens) if self.gen is None else self.gen.timestep_index
 
-    def positions(self, cond_attn: str, *, rope_type: str = "2d") -> list[tuple[int, int]]:
-        """(y, x) of every token: the index itself for text, a grid centred in its own span for pictures.
+    def positions(self, cond_attn: str, *, rope_type: str = "2d") -> torch.Tensor:
+        """(y, x) of every token, int64 `[S, 2]`: the index itself for text, a grid centred in its own span for pictures.
 
         `cond_attn` is the configuration's cond_token_attn_type: it decides which conditioning spans are
         grids.
         """
-        positions = [(i, i) for i in range(len(self.tokens))]
+        positions = torch.arange(len(self.tokens)).unsqueeze(1).repeat(1, 2)
         if rope_type == "default":
             return positions
         grids = [] if self.gen is None else [(self.gen.image[0], self.gen.grid)]
@@ -78,9 +78,8 @@ class TokenRow:
         for start, (height, width) in grids:
             area = height * width
             top, left = (2 * start + area - height) // 2, (2 * start + area - width) // 2
-            positions[start : start + area] = [
-                (top + r, left + c) for r in range(height) for c in range(width)
-            ]
+            place = torch.arange(area)
+            positions[start : start + area] = torch.stack((top + place // width, left + place % width), dim=1)
         return positions
 
     def full_slices(self, cond_attn: str) -> tuple[Span, ...]:
@@ -129,14 +128,10 @@ def dense_mask(row: TokenRow, cond_attn: str) -> torch.Tensor:
     return mask
 
 
-def rope_tables(
-    positions: list[tuple[int, int]], head_dim: int, theta: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 `[S, head_dim]`, both halves equal; even frequencies turn with y, odd with x."""
+def rope_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`positions [S, 2]` -> cos and sin, fp32 `[S, head_dim]` on the device of `positions`, both halves equal; even frequencies turn with y, odd with x."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    places = torch.tensor(positions, dtype=torch.float32).reshape(-1, 2)
-    axis = torch.arange(head_dim // 2) % 2
-    angles = places[:, axis] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    frequencies = (1.0 / (theta**exponents)).to(positions.device)
+    # [y, x, y, x, …] without an index: column i turns with positions[i % 2].
+    angles = positions.float().repeat(1, -(-head_dim // 4))[:, : head_dim // 2] * frequencies
+    return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

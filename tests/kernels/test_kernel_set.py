@@ -15,7 +15,7 @@ from phase_parallel.kernels.kernel_set import EAGER, FUSED, choose_kernels
 from phase_parallel.models.hunyuan_image_3.denoise import DenoiseRow
 from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
-from phase_parallel.models.hunyuan_image_3.model import ReferenceFeatures, StepInputs
+from phase_parallel.models.hunyuan_image_3.model import StepInputs
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
 from phase_parallel.models.hunyuan_image_3.token_row import CondSpan, GenSpan, TokenRow
 from phase_parallel.parallel.collectives import Communicator
@@ -47,7 +47,7 @@ def run(plan: ParallelPlan, comm: Communicator, folder: Path, device: torch.devi
     engine = Engine.load(folder, plan, comm, options, device=device)
     generator = torch.Generator().manual_seed(2)
     latent, patches, noise = (torch.randn(*shape, generator=generator).to(device) for shape in ((4, 2, 3), (3, SPEC.hidden), (1, 4, 3, 2)))
-    features = (ReferenceFeatures(latent, patches, "picture"),)
+    features = (engine.model.reference_features(latent, patches, "picture"),)
     rows = [DenoiseRow(CONDITIONAL, "cond", features, 0), DenoiseRow(UNCONDITIONAL, "uncond", (), 0)]
     velocity = engine.velocity(rows, noise, StepInputs(timestep=700.0))
     found = {"velocity": velocity}

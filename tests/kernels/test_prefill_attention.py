@@ -54,7 +54,7 @@ def test_against_the_eager_attention(triton_device: torch.device, runs: tuple[At
     out = torch.full_like(q, float("nan"))
     attend_rows_triton(q, k, v, runs, out)
     rows = slice(runs[0].q_start, runs[-1].q_stop)
-    want = attend_eager(q.float(), k.float(), v.float(), runs)[rows]
+    want = attend_eager(q.double(), k.double(), v.double(), runs)[rows].float()
     limit = 1e-5 if dtype == torch.float32 else 1.5e-2
     torch.testing.assert_close(out[rows].float(), want, rtol=limit, atol=limit / 4)
     if dtype == torch.bfloat16:

@@ -14,7 +14,7 @@ from thread_world import run_ranks
 from phase_parallel.models.hunyuan_image_3 import references as references_module
 from phase_parallel.models.hunyuan_image_3.engine import Engine, ImageRequest
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
-from phase_parallel.models.hunyuan_image_3.model import HunyuanImage3Model, ReferenceFeatures
+from phase_parallel.models.hunyuan_image_3.model import HunyuanImage3Model
 from phase_parallel.models.hunyuan_image_3.references import (
     PreparedReference,
     ReferenceNotKept,
@@ -74,7 +74,7 @@ def stand_in_features() -> Iterator[None]:
 
     def encode(model: HunyuanImage3Model, picture: PreparedReference, noise: torch.Tensor) -> SimpleNamespace:
         vit = torch.randn(picture.patches.shape[0], model.config.hidden_size, generator=torch.Generator().manual_seed(1))
-        return SimpleNamespace(features=ReferenceFeatures(noise[0], vit, reference_digest(picture, noise)))
+        return SimpleNamespace(features=model.reference_features(noise[0], vit, reference_digest(picture, noise)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(references_module, "encode_reference", encode)

@@ -18,7 +18,6 @@ from phase_parallel.kernels.moe import MOE_PATHS, MoePath
 from phase_parallel.models.hunyuan_image_3 import sequence, token_row
 from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
-from phase_parallel.models.hunyuan_image_3.model import ReferenceFeatures
 from phase_parallel.models.hunyuan_image_3.sequence import CondImage, build_image_rows
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
 from phase_parallel.parallel.collectives import Communicator
@@ -66,7 +65,7 @@ def prefill(engine: Engine, pictures: int, letters: int) -> Peak:
     config = engine.config
     grid = (48, 48)
     features = tuple(
-        ReferenceFeatures(torch.randn(config.vae.latent_channels, *grid), torch.randn(400, config.hidden_size), f"picture {i}")
+        engine.model.reference_features(torch.randn(config.vae.latent_channels, *grid), torch.randn(400, config.hidden_size), f"picture {i}")
         for i in range(pictures)
     )
     rows = build_image_rows(

@@ -12,9 +12,9 @@ from specs import ALL_PLANS
 from thread_world import run_ranks
 
 from phase_parallel.models.hunyuan_image_3.engine import Engine
-from phase_parallel.models.hunyuan_image_3.model import BlockRow, HunyuanImage3Model, StepInputs
+from phase_parallel.models.hunyuan_image_3.model import MAX_TABLES, BlockRow, HunyuanImage3Model, StepInputs
 from phase_parallel.models.hunyuan_image_3.sequence import build_image_rows
-from phase_parallel.models.hunyuan_image_3.token_row import TokenRow
+from phase_parallel.models.hunyuan_image_3.token_row import CondSpan, TokenRow
 from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.plan import ParallelPlan
 
@@ -125,6 +125,38 @@ def test_every_rank_sees_the_whole_vocabulary_in_order(eight_ways: Path) -> None
 
     got = run_ranks(body, **ALL_PLANS["hybrid8-s2-ulysses"])
     assert got[0].shape == (192,) and all(torch.equal(logits, got[0]) for logits in got)
+
+
+def test_a_picture_is_embedded_once_for_all_prefills(eight_ways: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = run_ranks(lambda plan, comm: engine_of(eight_ways, plan, comm), "single", world_size=1)[0].model
+    generator = torch.Generator().manual_seed(3)
+    hidden = model.config.hidden_size
+    latent, vit = (torch.randn(*shape, generator=generator) for shape in ((model.config.vae.latent_channels, 2, 3), (4, hidden)))
+    row = TokenRow((1, 2, *[5] * 13), (CondSpan(2, (3, 9), (2, 3), (10, 14), (1, 3)),), None)
+    features = model.reference_features(latent, vit, "picture")
+    with torch.inference_mode():
+        zero = torch.zeros(1)
+        wanted = torch.cat([model.around.timestep_emb(zero), model.around.patch_embed(latent.unsqueeze(0), model.around.time_embed(zero))[0]])
+    with monkeypatch.context() as patch:
+        patch.setattr(model.around.patch_embed, "forward", None)
+        patch.setattr(model.around.timestep_emb, "forward", None)
+        first, again = (model.prefill(row, 0, 15, model.new_cache(15, "prefill"), [features]) for _ in range(2))
+    assert torch.equal(first, again)
+    filled = torch.zeros(15, hidden)
+    model._insert_references(filled, row, 0, 15, [features])
+    assert torch.equal(filled[2:9], wanted) and torch.equal(filled[10:14], vit)
+    assert not filled[[0, 1, 9, 14]].any()
+
+
+def test_rotary_tables_of_a_row_are_kept_for_a_while(eight_ways: Path) -> None:
+    model = run_ranks(lambda plan, comm: engine_of(eight_ways, plan, comm), "single", world_size=1)[0].model
+    rows = [TokenRow((number, *TOKENS), (), None) for number in range(MAX_TABLES + 1)]
+    first = model.tables(rows[0], 0, 4)
+    assert model.tables(TokenRow((0, *TOKENS), (), None), 0, 4) is first
+    assert torch.equal(model.tables(rows[0], 1, 5)[0][:3], first[0][1:])
+    for row in rows[1:]:
+        model.tables(row, 0, 4)
+    assert model.tables(rows[0], 0, 4) is not first
 
 
 class TestRefusals:

@@ -113,7 +113,7 @@ def text_logits(weights: dict[str, Tensor], config: HunyuanImage3Config, tokens:
     """Plain causal forward of a text row, fp32; logits `[V]` of the last position."""
     weights = {key: weights[key].float() for key in weights if key.startswith(("model.", "lm_head."))}
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cos, sin = rope_tables([(i, i) for i in range(len(tokens))], dim, config.rope_theta)
+    cos, sin = rope_tables(torch.arange(len(tokens)).unsqueeze(1).repeat(1, 2), dim, config.rope_theta)
 
     def normed(x: Tensor, key: str) -> Tensor:
         return rms_norm(x, x.shape[-1:], weights[f"{key}.weight"], config.rms_norm_eps)

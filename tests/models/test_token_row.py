@@ -6,8 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from phase_parallel.models.hunyuan_image_3.token_row import CondSpan, GenSpan, TokenRow, dense_mask
+
+
+def places(positions: torch.Tensor) -> list[tuple[int, int]]:
+    return [(y, x) for y, x in positions.tolist()]
 
 
 def span_row() -> TokenRow:
@@ -18,12 +23,12 @@ def span_row() -> TokenRow:
 
 def test_positions_are_centred_and_floored() -> None:
     row = TokenRow(tuple(range(17)), (), GenSpan(9, None, None, (10, 16), (2, 3)))
-    positions = row.positions("joint_full")
+    positions = places(row.positions("joint_full"))
     assert positions[10] == (12, 11)  # x0 = floor(11.5)
     assert positions[15] == (13, 13)
     assert positions[9] == (9, 9)
     assert positions[16] == (16, 16)
-    assert row.positions("joint_full", rope_type="default") == [(i, i) for i in range(17)]
+    assert places(row.positions("joint_full", rope_type="default")) == [(i, i) for i in range(17)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +43,7 @@ def test_positions_are_centred_and_floored() -> None:
 def test_cond_attention_decides_slices_and_grids(cond_attn, slices, vae_is_grid, vit_is_grid) -> None:
     row = span_row()
     assert row.full_slices(cond_attn) == slices
-    positions = row.positions(cond_attn)
+    positions = places(row.positions(cond_attn))
     assert (positions[4] != (4, 4)) == vae_is_grid
     assert (positions[12] != (12, 12)) == vit_is_grid
     assert positions[15:17] == [(15, 15), (16, 16)]  # padding patches keep the plain index
