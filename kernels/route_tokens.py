@@ -73,7 +73,9 @@ def _route_tokens(
         tl.store(logits + token.to(tl.int64)[None, :] * experts + expert, logit, mask=here & (expert < experts))
     logit = tl.where(expert < experts, logit, float("-inf"))
     p = tl.exp(logit - tl.max(logit, axis=0, keep_dims=True))
-    left = tl.where(expert < experts, p / tl.sum(p, axis=0, keep_dims=True), -1.0)
+    left = p / tl.sum(p, axis=0, keep_dims=True)
+    # A token that is not finite still chooses K different experts, or the sort would leave places unwritten; its outputs stay not finite by themselves.
+    left = tl.where(expert < experts, tl.where(left == left, left, 0.0), -1.0)
     place = tl.arange(0, PAD_K)[:, None]
     best, chosen = tl.zeros([PAD_K, TOKENS], tl.float32), tl.zeros([PAD_K, TOKENS], tl.int32)
     for slot in tl.static_range(K):

@@ -23,7 +23,7 @@ from .model import HunyuanImage3Model
 from .random_weights import RandomWeights, declared
 from .sharding import AROUND, ROUTER, TRUNK, VAE, sharding_table
 from .token_loop import DECODE_CHOICES, DecodeChoice, choose_decode
-from .weights import around_modules, phase_weights
+from .weights import around_modules, order_convolutions, phase_weights
 
 WeightDtype = Literal["auto", "bf16", "fp32"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = get_args(WeightDtype)
@@ -145,6 +145,8 @@ def build_model(
     }
     if isinstance(kernels.experts, FlashInferExperts):
         kernels.experts.tune((layer.experts, layer.topk, layer.moe_path) for phase in PHASES for layer in weights[phase].layers)
+    if device.type == "cuda":
+        order_convolutions(resident, kinds)
     around = around_modules(config, resident, kinds)
     return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype)
 

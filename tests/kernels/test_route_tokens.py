@@ -72,6 +72,15 @@ def test_nobody_chooses_for_rows_behind_the_last(triton_device: torch.device) ->
     assert int(table.sum()) == 5 * 2
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_chooses_different_experts(triton_device: torch.device, value: float) -> None:
+    x, weight = draw(3, 8, 32, torch.float32, triton_device)
+    x[1, 5] = value
+    routing = route_tokens_triton(x, weight, 4)
+    assert sorted(routing.ids[1].tolist()) == [0, 1, 2, 3]
+    assert torch.equal(routing.counts.table, count_eager(routing.ids, 8, routing.counts.block).table)
+
+
 def test_rows_may_be_strided(triton_device: torch.device) -> None:
     x, weight = draw(20, 8, 48, torch.float32, triton_device)
     wide = torch.cat((x, torch.full_like(x, float("nan"))), dim=1)

@@ -15,7 +15,7 @@ from phase_parallel.models.hunyuan_image_3.loading import kind_dtypes
 from phase_parallel.models.hunyuan_image_3.sharding import sharding_table
 from phase_parallel.models.hunyuan_image_3.synthetic import write_settings
 from phase_parallel.models.hunyuan_image_3.transformer import TrunkWeights
-from phase_parallel.models.hunyuan_image_3.weights import around_modules, expert_blocks, phase_weights
+from phase_parallel.models.hunyuan_image_3.weights import around_modules, expert_blocks, order_convolutions, phase_weights
 from phase_parallel.parallel.checkpoint import allocate
 from phase_parallel.parallel.plan import PHASES, ParallelPlan, make_plan
 
@@ -131,6 +131,18 @@ def test_modules_around_the_trunk_are_the_resident_tensors(config: HunyuanImage3
         assert parameter.data_ptr() == resident[name].data_ptr() and not parameter.requires_grad
     assert not any(buffer.is_meta for buffer in modules.buffers())
     assert not modules.training
+
+
+def test_ordered_convolutions_keep_their_values(config: HunyuanImage3Config) -> None:
+    plan = make_plan("single", world_size=1)
+    plain, kinds = resident_of(config, plan, "micro_major")
+    ordered, _ = resident_of(config, plan, "micro_major")
+    order_convolutions(ordered, kinds)
+    turned = {name for name in plain if ordered[name].stride() != plain[name].stride()}
+    assert "patch_embed.model.1.out_layers.3.weight" in turned and "final_layer.model.1.2.weight" in turned
+    assert not any(name.startswith("vae.") for name in turned)
+    assert all(torch.equal(ordered[name], plain[name]) for name in plain)
+    assert all(ordered[name].is_contiguous(memory_format=torch.channels_last) for name in turned)
 
 
 def test_missing_module_weight_is_an_error(config: HunyuanImage3Config) -> None:
