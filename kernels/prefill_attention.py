@@ -85,7 +85,7 @@ def _attend_rows(
         for start in range(free, stop, KEYS):
             inside = (start + key < stop)[:, None]
             score = tl.dot(query, tl.trans(tl.load(k_at + k_offset, mask=inside, other=0.0)), input_precision="ieee") * scale
-            score = tl.where(start + key[None, :] < tl.minimum(limit, stop)[:, None], score, float("-inf"))
+            score = tl.where(start + key[None, :] < limit[:, None], score, float("-inf"))
             now = tl.maximum(highest, tl.max(score, axis=1))
             # A row that has seen no key yet must not subtract infinity from infinity.
             base = tl.where(now == float("-inf"), 0.0, now)
