@@ -19,6 +19,7 @@ from .decode_moe import DecodeMoeBuffers
 from .flashinfer_support import FlashInferError, function, version, why_not_built, why_not_installed
 from .gemv import gemv_triton
 from .moe import ExpertBlock, MoePath
+from .router import Routing
 
 # Compute capability -> FlashInfer's recipe of the module that it loads there.
 MODULES = {(8, 9): "89", (9, 0): "90", (10, 0): "100", (10, 3): "103", (12, 0): "120", (12, 1): "120"}
@@ -117,11 +118,11 @@ class FlashInferExperts:
             raise FlashInferError(f"FlashInfer {version()} could measure none of its tactics for the experts; choose moe_backend auto")
 
     def __call__(
-        self, x: torch.Tensor, blocks: tuple[ExpertBlock, ...], weights: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor, path: MoePath
+        self, x: torch.Tensor, blocks: tuple[ExpertBlock, ...], routing: Routing, shared: torch.Tensor, path: MoePath
     ) -> torch.Tensor:
-        """As ``KernelSet.experts``: ``x [T, H]``, routing ``[T, K]``, ``shared [T, H]`` -> this rank's summand ``[T, H]``."""
+        """As ``KernelSet.experts``: ``x [T, H]``, ``shared [T, H]`` -> this rank's summand ``[T, H]``."""
         for call in [blocks] if path == "multi_micro" else [(block,) for block in blocks]:
-            shared = self._run(x, call, weights, ids, torch.empty_like(x), None).add_(shared)
+            shared = self._run(x, call, routing.weights, routing.ids, torch.empty_like(x), None).add_(shared)
         return shared
 
     def _run(

@@ -12,6 +12,7 @@ from phase_parallel.kernels.flashinfer_experts import FlashInferExperts, joined,
 from phase_parallel.kernels.flashinfer_support import FlashInferError
 from phase_parallel.kernels.kernel_set import EAGER, FUSED, check_experts, with_experts
 from phase_parallel.kernels.moe import ExpertBlock, moe_eager
+from phase_parallel.kernels.router import Routing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REASON = why_not_flashinfer(CUDA, torch.bfloat16) if torch.cuda.is_available() else "no CUDA device"
@@ -57,7 +58,7 @@ class TestArithmetic:
         x, shared = torch.randn(tokens, 16), torch.randn(tokens, 16)
         weights, ids = routing(kind, tokens, 6, 3, CPU)
         want, kept = shared + moe_eager(x, blocks, weights, ids, path=path), shared.clone()
-        got = FlashInferExperts(double.cutlass_fused_moe)(x, blocks, weights, ids, shared, path)
+        got = FlashInferExperts(double.cutlass_fused_moe)(x, blocks, Routing(weights, ids), shared, path)
         assert error(got, want) < 1e-5
         assert torch.equal(shared, kept), "the shared expert's summand belongs to the caller"
         assert double.calls == ([(tokens, 6 * micros, 3 * micros)] if path == "multi_micro" else [(tokens, 6, 3)] * micros)
@@ -203,10 +204,10 @@ class TestOnTheGpu:
         weights, ids = routing(kind, tokens, experts, topk, CUDA)
         want = shared.float() + moe_eager(x.float(), exact(blocks), weights, ids.long(), path="multi_micro")
         experts_of = FlashInferExperts()
-        got = experts_of(x, blocks, weights, ids, shared, "multi_micro")
+        got = experts_of(x, blocks, Routing(weights, ids), shared, "multi_micro")
         eager = shared + moe_eager(x, blocks, weights, ids.long(), path="multi_micro")
         assert error(got, want) < max(1.5 * error(eager, want), 4e-3)
-        assert torch.equal(got, experts_of(x, blocks, weights, ids, shared, "multi_micro")), "equal inputs must give equal bits"
+        assert torch.equal(got, experts_of(x, blocks, Routing(weights, ids), shared, "multi_micro")), "equal inputs must give equal bits"
 
     def test_one_token_of_a_decode_step(self) -> None:
         (block,) = blocks_of(1, 64, 768, 1024, torch.bfloat16, CUDA)
