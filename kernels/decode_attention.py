@@ -12,9 +12,11 @@ from .attention_runs import plan_runs
 from .rope_norm import rope_norm_eager
 from .triton_support import jit, let_next_start, next_power_of_2, overlap_options, tl, wait_for_previous
 
-SPLITS = 32
+SPLITS = 64
 # Keys that one step of a split reads.
 BLOCK_KEYS = 64
+# Parts that one step of the last program's sum reads.
+COMBINE_PARTS = 32
 WARPS = 4
 
 
@@ -53,8 +55,8 @@ def _rope_norm(base, column, inside, cos, sin, norm, eps, D: tl.constexpr):
 @jit
 def _decode_attention(
     qkv, cos_table, sin_table, query_norm, key_norm, k_cache, v_cache, position, out, part_out, part_max, part_sum, arrived,
-    eps, scale, key_stride, g: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    eps, scale, key_stride, g: tl.constexpr, PAD_G: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, STEP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_next_start(OVERLAP)
     head, split = tl.program_id(0), tl.program_id(1)
@@ -117,23 +119,36 @@ def _decode_attention(
         tl.debug_barrier()
         if tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.debug_barrier()
-            _combine(part_out, part_max, part_sum, out, head, parts, g, D, PAD, ROWS, SPLITS)
+            _combine(part_out, part_max, part_sum, out, head, parts, g, PAD_G, D, PAD, ROWS, SPLITS, STEP)
             tl.store(arrived + head, 0)
 
 
 @jit
-def _combine(part_out, part_max, part_sum, out, head, parts, g: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(
+    part_out, part_max, part_sum, out, head, parts,
+    g: tl.constexpr, PAD_G: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Adds the parts of one KV head; the order of the sum depends on their number alone, so equal inputs give equal bits."""
-    column, part = tl.arange(0, PAD), tl.arange(0, SPLITS)
-    there = part < parts
-    mask = there[:, None] & (column < D)[None, :]
-    for row in tl.static_range(g):
-        slot = (head * SPLITS + part) * ROWS + row
-        value = tl.load(part_out + slot[:, None] * D + column[None, :], mask=mask, other=0.0, volatile=True)
-        best = tl.load(part_max + slot, mask=there, other=float("-inf"), volatile=True)
-        grow = tl.exp(best - tl.max(best, axis=0))
-        weight = tl.sum(grow * tl.load(part_sum + slot, mask=there, other=0.0, volatile=True), axis=0)
-        tl.store(out + (head * g + row) * D + column, tl.sum(value * grow[:, None], axis=0) / weight, mask=column < D)
+    part, row, column = tl.arange(0, SPLITS)[:, None], tl.arange(0, PAD_G), tl.arange(0, PAD)
+    slot = (head * SPLITS + part) * ROWS + row[None, :]
+    there = (part < parts) & (row < g)[None, :]
+    best = tl.load(part_max + slot, mask=there, other=float("-inf"), volatile=True)
+    share = tl.load(part_sum + slot, mask=there, other=0.0, volatile=True)
+    # Rows that only fill up have no part: their highest score is 0, so that nothing becomes NaN.
+    highest = tl.where(row < g, tl.max(best, axis=0), 0.0)
+    weight = tl.sum(tl.exp(best - highest[None, :]) * share, axis=0)
+    total = tl.zeros([PAD_G, PAD], tl.float32)
+    # All heads of the group at once, a few parts at a time: one wait for memory a step.
+    for first in range(0, parts, STEP):
+        some = first + tl.arange(0, STEP)[:, None]
+        some_slot = (head * SPLITS + some) * ROWS + row[None, :]
+        real = (some < parts) & (row < g)[None, :]
+        grow = tl.exp(tl.load(part_max + some_slot, mask=real, other=float("-inf"), volatile=True) - highest[None, :])
+        inside = real[:, :, None] & (column < D)[None, None, :]
+        value = tl.load(part_out + some_slot[:, :, None] * D + column[None, None, :], mask=inside, other=0.0, volatile=True)
+        total += tl.sum(value * grow[:, :, None], axis=0)
+    at = out + (head * g + row[:, None]) * D + column[None, :]
+    tl.store(at, total / tl.where(row < g, weight, 1.0)[:, None], mask=(row < g)[:, None] & (column < D)[None, :])
 
 
 class DecodeAttention:
@@ -169,6 +184,6 @@ class DecodeAttention:
         kv_heads, head_dim = k_cache.shape[1:]
         _decode_attention[(kv_heads, SPLITS)](
             qkv, cos, sin, query_norm, key_norm, k_cache, v_cache, position, out, self._part_out, self._part_max, self._part_sum, self._arrived,
-            eps, head_dim**-0.5, k_cache.stride(0), g=self._group, D=head_dim, PAD=self._pad, ROWS=self._rows, BLOCK=BLOCK_KEYS, SPLITS=SPLITS,
-            num_warps=WARPS, **overlap_options(qkv.device),
+            eps, head_dim**-0.5, k_cache.stride(0), g=self._group, PAD_G=next_power_of_2(self._group), D=head_dim, PAD=self._pad, ROWS=self._rows,
+            BLOCK=BLOCK_KEYS, SPLITS=SPLITS, STEP=min(SPLITS, COMBINE_PARTS), num_warps=WARPS, **overlap_options(qkv.device),
         )  # fmt: skip

@@ -29,12 +29,15 @@ def draw(tokens: int, experts: int, hidden: int, dtype: torch.dtype, device: tor
 def test_against_the_eager_router(triton_device: torch.device, tokens: int, experts: int, topk: int, hidden: int, dtype: torch.dtype) -> None:
     x, weight = draw(tokens, experts, hidden, dtype, triton_device)
     got, want = route_tokens_triton(x, weight, topk, True), route_tokens_eager(x, weight, topk, True)
-    torch.testing.assert_close(got.logits.double(), x.double() @ weight.double().T, rtol=0, atol=8e-6)
-    torch.testing.assert_close(got.logits, want.logits, rtol=0, atol=8e-6)
+    # Matrix units cut the digits that an fp32 sum cannot hold, where other units round them: more terms, more of that.
+    size = x.double().abs() @ weight.double().abs().T
+    error = ((got.logits.double() - x.double() @ weight.double().T).abs() / size).max()
+    assert error < 1e-6, f"{error:.1e}"
     # By value: near a tie the rounding decides who comes first.
-    torch.testing.assert_close(got.weights, want.weights, rtol=2e-5, atol=1e-7)
+    relative = 2e-5 if hidden < 1000 else 1e-4
+    torch.testing.assert_close(got.weights, want.weights, rtol=relative, atol=1e-7)
     chosen = want.logits.softmax(-1).gather(1, got.ids.long())
-    torch.testing.assert_close(got.weights, chosen / chosen.sum(-1, keepdim=True), rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(got.weights, chosen / chosen.sum(-1, keepdim=True), rtol=relative, atol=1e-7)
     assert got.weights.dtype == torch.float32 and got.ids.dtype == torch.int32
     counts = count_eager(got.ids, experts, got.counts.block)
     assert torch.equal(got.counts.table, counts.table)
