@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,8 @@ SPEED = re.compile(r"^AR: (.+), ([0-9.]+) tokens/s$", re.MULTILINE)
 SKIP_TOKENS = 16
 SHORT_TOKENS = 24
 ATTEMPTS = 5
+# A rank that died is found, and its last lines are passed on, within this time.
+CAUSE_S = 2.0
 LIMIT_S = 900.0
 
 
@@ -77,6 +80,7 @@ def measure(options: NodeOptions, launch: StartLaunch, equal_digests: EqualDiges
                 figures = asyncio.run(_use(running.url, graph, node, options))
                 figures["digests"] = list(equal_digests(running.url))
             except BenchError as error:
+                time.sleep(CAUSE_S)
                 raise BenchError(f"{error}\nThe last lines of the ranks:\n{running.last_lines(30)}") from error
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     setting = {name: value for name, value in asdict(options).items() if name != "compare"}

@@ -25,6 +25,7 @@ OWNED_FLAGS = {
     "--port": "use `up --port`",
     "--base-directory": "use `up --base`",
     "--cpu": "use `up --device cpu`",
+    "--cuda-malloc": "graphs and peers' memory need PyTorch's own allocator",
     "--cuda-device": "choose devices with CUDA_VISIBLE_DEVICES",
     "--default-device": "choose devices with CUDA_VISIBLE_DEVICES",
     "--temp-directory": "every rank has its own",
@@ -237,6 +238,9 @@ def rank_arguments(
         words += ["--listen", "127.0.0.1"]
     if place.device == "cpu":
         words += ["--cpu"]
+    elif host.knows("--disable-cuda-malloc"):
+        # Text is written by CUDA graphs and sums go through peers' memory: both are made and tested with PyTorch's own allocator.
+        words += ["--disable-cuda-malloc"]
     if not host.in_place and host.knows("--base-directory"):
         words += ["--base-directory", str(place.base)]
     elif not host.in_place:

@@ -103,6 +103,15 @@ def test_cpu_flag_follows_the_device(tmp_path: Path) -> None:
     assert "--cpu" not in rank_arguments(host(tmp_path, OLD_FLAGS), there, [], None)
 
 
+def test_ranks_on_gpus_use_pytorchs_own_allocator(tmp_path: Path) -> None:
+    """ComfyUI's default, CUDA's asynchronous one, is not what graphs and peers' memory are made with."""
+    knows = host(tmp_path, OLD_FLAGS | {"--disable-cuda-malloc"})
+    on_gpu = RankPlace(0, 8000, "cuda", tmp_path, tmp_path)
+    assert "--disable-cuda-malloc" in rank_arguments(knows, on_gpu, [], None)
+    assert "--disable-cuda-malloc" not in rank_arguments(knows, place(tmp_path, 0), [], None)
+    assert "--disable-cuda-malloc" not in rank_arguments(host(tmp_path, OLD_FLAGS), on_gpu, [], None)
+
+
 def test_models_of_a_users_comfyui_stay_selectable(tmp_path: Path) -> None:
     (tmp_path / "models" / "loras").mkdir(parents=True)
     written = write_model_paths(host(tmp_path, NEW_FLAGS), tmp_path / "base", tmp_path / "paths.yaml")
