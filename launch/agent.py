@@ -5,7 +5,6 @@ reaches.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,6 +19,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from ..parallel.rank_logs import last_lines
 
 RANK_SCRIPT = Path(__file__).resolve().parent / "rank.py"
 MONITOR_INTERVAL_S = 0.25
@@ -123,14 +124,4 @@ def run_ranks(
     if not result.is_failed():
         return Outcome(cause="all ranks ended by themselves")
     rank, failure = first_failure(result)
-    return Outcome(rank=rank, cause=cause_of(failure), log_tail=last_lines(logs, rank))
-
-
-def last_lines(logs: Path, rank: int) -> str:
-    """The end of what a rank wrote, from its newest attempt that wrote anything."""
-    files = sorted(logs.glob(f"*/attempt_*/{rank}/stderr.log"), key=os.path.getmtime, reverse=True)
-    for file in files:
-        lines = file.read_text(errors="replace").splitlines()
-        if lines:
-            return "\n".join(lines[-TAIL_LINES:])
-    return ""
+    return Outcome(rank=rank, cause=cause_of(failure), log_tail="\n".join(last_lines(logs, rank, TAIL_LINES)))

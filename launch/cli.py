@@ -1,4 +1,4 @@
-"""The command line: `phase-parallel up | demo | status | doctor | check | bench`."""
+"""The command line: `phase-parallel up | demo | status | logs | doctor | check | bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..bench.errors import BenchError
+from ..parallel.rank_logs import MAXIMUM_LINES
 from .errors import LaunchError
 
 
@@ -100,6 +101,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     commands.add_parser("status", help="show the running launches and their ranks")
 
+    logs = commands.add_parser("logs", help="show what the ranks of the running launches wrote last")
+    logs.add_argument("--rank", type=int, help="only this one (default: all)")
+    logs.add_argument("--lines", type=int, default=40, help=f"of each rank, at most {MAXIMUM_LINES} (default 40)")
+
     doctor = commands.add_parser("doctor", help="check this machine and say what to do")
     doctor.add_argument("--model", type=Path, metavar="DIR", help="also check this checkpoint folder")
 
@@ -139,10 +144,16 @@ def _status(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     return status()
 
 
+def _logs(options: argparse.Namespace, comfy_flags: list[str]) -> int:
+    from .status import logs
+
+    return logs(options.rank, options.lines)
+
+
 def _doctor(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     from .doctor import doctor
 
     return doctor(options.model)
 
 
-_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "doctor": _doctor}
+_COMMANDS = {"up": _up, "demo": _demo, "status": _status, "logs": _logs, "doctor": _doctor}

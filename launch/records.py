@@ -60,6 +60,11 @@ def record_path(pid: int) -> Path:
     return runtime_folder() / f"{pid}.json"
 
 
+def logs_of(record: LaunchRecord) -> Path:
+    """Where the agent keeps what the ranks write, by attempt and rank."""
+    return Path(record.run_folder) / "logs"
+
+
 def read_record(pid: int) -> LaunchRecord | None:
     try:
         fields = json.loads(record_path(pid).read_text())

@@ -1,26 +1,30 @@
-"""`phase-parallel status`: the running launches of this user and, for each, one line per rank."""
+"""`phase-parallel status` and `phase-parallel logs`: the running launches of this user, their ranks, and what the ranks wrote last."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..parallel.rank_logs import last_lines
+from ..parallel.rank_words import error_lines, memory_words, phase_words, picture_words, place_words, text_words
+from .errors import LaunchError
 from .http_json import Refused, get_json
 from .readiness import STATUS_ROUTE, answers
-from .records import LaunchRecord, live_records
+from .records import LaunchRecord, live_records, logs_of
 
-HEADINGS = ("rank", "port", "process", "answers", "phase", "step", "GB", "last error")
+HEADINGS = ("rank", "port", "process", "answers", "device", "place in the plan", "phase", "memory", "last text", "last picture")
+NONE_RUNNING = "No launch of this user is running; start one with `phase-parallel up`."
 
 
 def status() -> int:
     """Prints the tables. Exit code: 0 when every rank of every launch answers (or there is none), else 1."""
     records = live_records()
     if not records:
-        print("No launch of this user is running; start one with `phase-parallel up`.")
+        print(NONE_RUNNING)
         return 0
     healthy = True
     for record in records:
-        reports = rank_reports(record)
+        plan, reports = rank_reports(record)
         alive = [answers(f"http://127.0.0.1:{entry.port}") for entry in record.ranks[1:]]
         alive.insert(0, answers(record.url))
         healthy = healthy and all(alive)
@@ -29,28 +33,50 @@ def status() -> int:
             f"ComfyUI {record.comfyui}, restarts {record.restarts}"
         )
         print(f"  checkout {record.checkout}, folder {record.base}, process {record.pid}")
+        print(f"  plan {plan or 'none yet: no model has been loaded'}")
         rows = [row(record, rank, alive[rank], reports.get(rank)) for rank in range(len(record.ranks))]
         print(table(HEADINGS, rows))
+        for line in error_lines(reports.values()):
+            print(f"  {line}")
     return 0 if healthy else 1
 
 
-def rank_reports(record: LaunchRecord) -> dict[int, dict[str, Any]]:
-    """What each rank last told the others about itself; empty while rank 0 does not answer."""
+def logs(rank: int | None, lines: int) -> int:
+    """Prints the last lines of one rank, or of all, of every launch of this user, each behind its rank. Raises LaunchError for a rank that no
+    launch has.
+    """
+    records = live_records()
+    if not records:
+        print(NONE_RUNNING)
+        return 0
+    if rank is not None and not any(0 <= rank < len(record.ranks) for record in records):
+        raise LaunchError(f"No running launch has a rank {rank}; the largest has {max(len(record.ranks) for record in records)} ranks.")
+    for record in records:
+        if len(records) > 1:
+            print(record.url)
+        for entry in record.ranks:
+            if rank in (None, entry.rank):
+                for line in last_lines(logs_of(record), entry.rank, lines):
+                    print(f"[rank {entry.rank}] {line}")
+    return 0
+
+
+def rank_reports(record: LaunchRecord) -> tuple[str, dict[int, dict[str, Any]]]:
+    """The plan, and what each rank last told the others about itself; empty while rank 0 does not answer."""
     try:
-        found = get_json(record.url + STATUS_ROUTE)["ranks"]
+        found = get_json(record.url + STATUS_ROUTE)
+        return found["plan"], {report["rank"]: report for report in found["ranks"] if report is not None}
     except (OSError, ValueError, KeyError, Refused):
-        return {}
-    return {report["rank"]: report for report in found if report is not None}
+        return "", {}
 
 
 def row(record: LaunchRecord, rank: int, alive: bool, report: dict[str, Any] | None) -> list[str]:
     entry = record.ranks[rank]
     words = [str(rank), str(entry.port), str(entry.pid or "-"), "yes" if alive else "NO"]
     if report is None:
-        return [*words, "-", "-", "-", "-"]
-    step = f"{report['done']}/{report['total']}" if report["total"] else "-"
-    memory = report["memory"].get("device_allocated", report["memory"].get("resident_set", 0))
-    return [*words, report["phase"], step, f"{memory / 1e9:.1f}", report["error"] or "-"]
+        return [*words, *["-"] * (len(HEADINGS) - len(words))]
+    cells = (place_words, phase_words, memory_words, text_words, picture_words)
+    return [*words, report["device_name"] or report["device"], *(cell(report) or "-" for cell in cells)]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -33,6 +33,7 @@ from .records import (
     LaunchRecord,
     RankEntry,
     live_records,
+    logs_of,
     only_launch_in,
     process_birth,
     remove_record,
@@ -197,7 +198,7 @@ def _run(
         launch_id=record.launch_id,
         store_port=store.port,
         plan=plan,
-        logs=run_folder / "logs",
+        logs=logs_of(record),
         restarts=options.restarts,
         is_ready=lambda: record.state == "ready",
         on_failure=say,
@@ -240,6 +241,7 @@ def launch_environment(
         names.LAUNCH_ID: record.launch_id,
         names.PORTS: ",".join(str(entry.port) for entry in record.ranks),
         names.DEVICE: record.device,
+        names.LOGS: str(logs_of(record)),
     }
 
 

@@ -55,6 +55,7 @@ class DenoiseCall(torch.nn.Module):
             "sigma": sigma,
             "sigma_next": next_sigma(options.get("sample_sigmas"), sigma),
             "guidance": guidance.pop(),
+            "place": place_in(options.get("sample_sigmas"), sigma),
         }
         node_id = host_compat.running_node_id()
         _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=show_words(node_id))
@@ -100,6 +101,14 @@ def _one_sigma(sigmas: torch.Tensor) -> float:
             "choose another sampler such as euler."
         )
     return values.pop()
+
+
+def place_in(schedule: torch.Tensor | None, sigma: float) -> list[int] | None:
+    """[steps done, all steps] at the noise level `sigma` of a run's schedule (descending), for people; None without a schedule."""
+    if schedule is None:
+        return None
+    values = schedule.flatten().tolist()
+    return [sum(value > sigma + 1e-6 for value in values), len(values) - 1]
 
 
 def next_sigma(schedule: torch.Tensor | None, sigma: float) -> float | None:

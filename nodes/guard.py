@@ -1,5 +1,4 @@
-"""Who may talk to which rank: ranks other than 0 take orders from rank 0 only. Also the status page of rank
-0.
+"""Who may talk to which rank: ranks other than 0 take orders from rank 0 only.
 
 A worker is a complete ComfyUI. A prompt, upload or interrupt that reached it directly would run beside the
 section that rank 0 leads, so everything that changes state needs the launch's secret. Reading (GET) stays
@@ -11,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import torch
 from aiohttp import web
 
-from ..parallel.cluster import Cluster, process_cluster
 from ..parallel.environment import LaunchEnvironment
+from . import status_routes
 
 SECRET_HEADER = "X-PhaseParallel-Secret"
-STATUS_ROUTE = "/phase_parallel/status"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _log = logging.getLogger(__name__)
 
@@ -30,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def install(server: Any, environment: LaunchEnvironment | None) -> None:
-    """Add the guard (ranks other than 0) or the status route (rank 0, or no launch) to a PromptServer that
+    """Add the guard (ranks other than 0) or the status page (rank 0, or no launch) to a PromptServer that
     has not started yet.
 
     All hosts make the application, with its list of middlewares, before they import packs and freeze it when
@@ -40,7 +36,7 @@ def install(server: Any, environment: LaunchEnvironment | None) -> None:
     if environment is not None and environment.rank != 0:
         server.app.middlewares.append(secret_guard(environment))
     else:
-        server.routes.get(STATUS_ROUTE)(_answer_status)
+        status_routes.add_routes(server.routes, environment)
     if environment is not None:
         server.app.on_startup.append(_join_launch)
 
@@ -66,37 +62,5 @@ def secret_guard(environment: LaunchEnvironment) -> Callable:
     return require_secret
 
 
-def read_status(cluster: Cluster) -> dict[str, Any]:
-    """Launch id, world size, rank 0's plan, and the latest record of every rank (null for one that has not
-    started).
-    """
-    cluster.publish_record()
-    records = cluster.records()
-    plan = records[0]["plan"] if records[0] else ""
-    return {
-        "launch_id": cluster.launch_id,
-        "world_size": cluster.world_size,
-        "plan": plan,
-        "silent": list(cluster.stale_ranks(5.0)),
-        "ranks": records,
-    }
-
-
-def _own_cluster() -> Cluster:
-    # Without a launch only the device is unknown here, and rank 0's device is the one ComfyUI picked.
-    if LaunchEnvironment.from_environ(os.environ) is not None:
-        return process_cluster(torch.device("cpu"))
-    from .comfy_host import ComfyHost
-
-    return process_cluster(ComfyHost().device())
-
-
-async def _answer_status(_: web.Request) -> web.Response:
-    # The store is read with blocking calls, which must not hold the event loop.
-    loop = asyncio.get_running_loop()
-    status = await loop.run_in_executor(None, lambda: read_status(_own_cluster()))
-    return web.json_response(status)
-
-
 async def _join_launch(_: web.Application) -> None:
-    await asyncio.get_running_loop().run_in_executor(None, _own_cluster)
+    await asyncio.get_running_loop().run_in_executor(None, status_routes.own_cluster)

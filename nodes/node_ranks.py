@@ -7,10 +7,11 @@ import threading
 from typing import Any
 
 from ..models.hunyuan_image_3.operations import MODEL
+from ..parallel.rank_words import error_lines, memory_words, phase_words, picture_words, place_words, text_words
 from . import host_compat, inputs
 from .driver import Driver, process_driver
 from .engine_handle import UNKNOWN_NODE
-from .guard import read_status
+from .status_routes import read_status
 
 ACTIONS = ("status", "free memory", "restart")
 
@@ -21,14 +22,14 @@ RESTART_DELAY_S = 2.0
 
 class HunyuanImage3Ranks:
     DESCRIPTION = (
-        "Shows each rank's device, memory and work. 'free memory' unloads the model on all ranks; 'restart' "
+        "Shows each rank's device, place in the plan, memory, work, speed and last error. 'free memory' unloads the model on all ranks; 'restart' "
         "ends all ranks and has the "
         "launcher start them again."
     )
     CATEGORY = inputs.CATEGORY
     RETURN_TYPES = ("STRING",)
     RETURN_NAMES = ("report",)
-    OUTPUT_TOOLTIPS = ("One line per rank.",)
+    OUTPUT_TOOLTIPS = ("The plan, one line per rank, and the last errors.",)
     FUNCTION = "run"
     OUTPUT_NODE = True
 
@@ -78,35 +79,14 @@ def _restart(driver: Driver) -> None:
 
 
 def describe_ranks(status: dict[str, Any]) -> str:
-    """One line for the launch and one per rank, for people."""
+    """The plan, one line per rank, and the last errors, for people."""
     lines = [status["plan"] or "no model has been loaded yet"]
     for rank, record in enumerate(status["ranks"]):
         if record is None:
             lines.append(f"rank {rank}: not started; see its log or restart the launch")
             continue
-        silent = " (silent)" if rank in status["silent"] else ""
-        lines.append(f"rank {rank}: {record['device']}, {_memory(record['memory'])}, {_work(record)}{silent}")
-    return "\n".join(lines)
-
-
-def _memory(memory: dict[str, int]) -> str:
-    host = f"{memory['resident_set'] / 1e9:.1f} GB host memory"
-    if "device_allocated" not in memory:
-        return host
-    used, free = memory["device_allocated"] / 1e9, memory["device_free"] / 1e9
-    return f"{used:.1f} GB on the GPU ({free:.1f} GB free), {host}"
-
-
-def _work(record: dict[str, Any]) -> str:
-    if record["error"]:
-        return f"last error: {record['error']}"
-    work = record["phase"]
-    if record["total"]:
-        work += f" {record['done']}/{record['total']}"
-    if record["tokens_per_s"]:
-        work += f", {record['tokens_per_s']:.1f} tokens/s"
-        if record["text_path"]:
-            work += f" ({record['text_path']})"
-    if record["s_per_step"]:
-        work += f", {record['s_per_step']:.2f} s/step"
-    return work
+        silent = "silent" if rank in status["silent"] else ""
+        device = record["device_name"] or record["device"]
+        words = (device, place_words(record), phase_words(record), memory_words(record), text_words(record), picture_words(record), silent)
+        lines.append(f"rank {rank}: " + "; ".join(word for word in words if word))
+    return "\n".join(lines + error_lines(record for record in status["ranks"] if record is not None))

@@ -21,6 +21,7 @@ DEVICE = "PHASE_PARALLEL_DEVICE"
 MODEL_DIRS = "PHASE_PARALLEL_MODEL_DIRS"
 RANDOM_WEIGHTS = "PHASE_PARALLEL_RANDOM_WEIGHTS"
 """``allowed`` where a benchmark started the ranks: folders without weights may be loaded with random ones."""
+LOGS = "PHASE_PARALLEL_LOGS"
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
@@ -55,6 +56,8 @@ class LaunchEnvironment:
     device: str
     model_dirs: tuple[str, ...]
     restart_count: int
+    logs: str = ""
+    """Folder of what all ranks write; empty where the launcher keeps none."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -89,6 +92,7 @@ class LaunchEnvironment:
             device=device,
             model_dirs=tuple(part for part in environ.get(MODEL_DIRS, "").split(os.pathsep) if part),
             restart_count=_integer(environ, RESTART_COUNT, 0, 1 << 20, default=0),
+            logs=environ.get(LOGS, ""),
         )
 
     @property
@@ -119,6 +123,7 @@ class LaunchEnvironment:
             WORLD_SIZE: str(self.world_size),
             LOCAL_RANK: str(self.local_rank),
             RESTART_COUNT: str(self.restart_count),
+            LOGS: self.logs,
         }
 
 

@@ -90,7 +90,7 @@ class Section:
         return communicator
 
     def start_phase(self, phase: str, unit: str = "step") -> None:
-        """Name what follows, in messages and times. ``unit``: what ``check`` counts: step or token."""
+        """Name what follows, in messages and times. ``unit``: what ``check`` counts, as for :meth:`RecordKeeper.start_phase`."""
         self._cluster.record.start_phase(phase, unit)
 
     def report(self, event: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def open_section(
     exception passes unchanged.
     """
     section = Section(cluster, key, plan, cancelled, report)
-    cluster.record.start_section(phase)
+    cluster.record.start_section(phase, f"{key.prompt_id}/{key.node_id}")
     try:
         section._enter(number, generation)
         yield section

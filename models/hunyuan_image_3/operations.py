@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...parallel.operations import OperationContext, Tensors, register
+from ...parallel.rank_record import CALL
 from .denoise import DenoiseRow, StepTrace
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
@@ -173,16 +174,19 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
     height, width = (None, None) if index is None else engine.table.size(index)
     values = asdict(result) | {"cot_text": cot_text}
     measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds", "decode", "reduction")}
-    context.cluster.record.note_text(f"{result.decode}; {result.reduction}")
+    context.cluster.record.note_text(f"{result.decode}; {result.reduction}", tokens=len(result.tokens), seconds=result.decode_seconds)
     return values | {"height": height, "width": width, "measured": measured}, {}
 
 
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance; tensors: latents [n, C, h, w],
-    one per row -> velocity [n, C, h, w]; prefix_tokens of the first conditional row and reused_tokens of them."""
+    """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance, and place: [steps done, all steps]
+    of the sampler's run, or null; tensors: latents [n, C, h, w], one per row -> velocity [n, C, h, w]; prefix_tokens of the first conditional row
+    and reused_tokens of them."""
     engine = _engine(context, args)
-    context.section.start_phase("denoise")
+    context.section.start_phase("denoise", CALL)
+    if args.get("place") is not None:
+        context.cluster.record.progress(*args["place"])
     latents = tensors["latents"]
     rows = [
         DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)

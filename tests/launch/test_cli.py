@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import os
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from phase_parallel.launch import cli
+from phase_parallel.launch import status as status_module
 from phase_parallel.launch.errors import LaunchError
+from phase_parallel.launch.records import LaunchRecord, RankEntry, process_birth
 from phase_parallel.launch.running import Launch
 from phase_parallel.launch.up import UpOptions
+from phase_parallel.parallel.rank_record import RankRecord
+from phase_parallel.parallel.rank_words import moment
 
 
 @pytest.fixture
@@ -102,3 +108,34 @@ def test_status_without_and_with_a_launch(stand_in: Path, capsys: pytest.Capture
         assert launch.url in out and "ready, 2 ranks on cpu" in out
         for entry in launch.record.ranks:
             assert f"{entry.rank}     {entry.port}" in out and str(entry.pid) in out
+        assert cli.main(["logs", "--rank", "1", "--lines", "3"]) == 0
+        out = capsys.readouterr().out
+        assert "[rank 1] user " in out and "[rank 0]" not in out and len(out.splitlines()) <= 3
+        assert cli.main(["logs"]) == 0
+        out = capsys.readouterr().out
+        assert "[rank 0] argv" in out and "[rank 1] argv" in out
+        assert cli.main(["logs", "--rank", "2"]) == 1
+        assert "No running launch has a rank 2" in capsys.readouterr().err
+
+
+def test_logs_without_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["logs"]) == 0
+    assert "No launch of this user is running" in capsys.readouterr().out
+
+
+def test_status_shows_what_each_rank_tells(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = LaunchRecord(
+        os.getpid(), process_birth(os.getpid()) or 0, "id", "checkout", "base", "/nowhere", "1.0", "cpu", "http://one", "ready",
+        ranks=[RankEntry(0, 1001, 7), RankEntry(1, 1002)],
+    )  # fmt: skip
+    memory = {"resident_set": 10**9, "resident_peak": 2 * 10**9, "host_total": 24 * 10**9}
+    told = asdict(RankRecord(0, 7, "here", "", "cpu", device_name="CPU", memory=memory, s_per_step=1.5, error="it broke", error_at=0.0))
+    monkeypatch.setattr(status_module, "live_records", lambda: [mine])
+    monkeypatch.setattr(status_module, "answers", lambda url: url == "http://one")
+    monkeypatch.setattr(status_module, "get_json", lambda url: {"plan": "tp: AR TP2", "ranks": [told, None]})
+    assert cli.main(["status"]) == 1, "rank 1 does not answer"
+    lines = capsys.readouterr().out.splitlines()
+    assert "  plan tp: AR TP2" in lines
+    assert lines[-3].split("  ")[-1] == "1.50 s/step" and "1.0 GB host memory (peak 2.0) of 24.0 GB" in lines[-3]
+    assert lines[-2].split() == ["1", "1002", "-", "NO", *["-"] * 6]
+    assert lines[-1] == f"  last error of rank 0 at {moment(0.0)}: it broke"

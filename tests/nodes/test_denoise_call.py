@@ -42,6 +42,7 @@ def test_both_branches_travel_in_one_call(engine: EngineHandle, calls: Any, pair
     assert [row["kind"] for row in args["rows"]] == ["uncond", "uncond", "cond", "cond"]
     assert args["rows"][2]["row"] == pair[0].row.to_json()
     assert (args["sigma"], args["sigma_next"]) == (pytest.approx(0.9), 0.75)
+    assert args["place"] == [1, 4], "for people: one of the run's four steps is done"
     assert args["guidance"] is None
     assert torch.equal(tensors["latents"], latents)
 

@@ -11,7 +11,6 @@ import torch
 
 from phase_parallel.nodes import checkpoint_folders, host_compat
 from phase_parallel.nodes.latent_preview import PreviewFactors, colour_chart, fit_factors
-from phase_parallel.nodes.node_ranks import describe_ranks
 from phase_parallel.nodes.progress import NodeProgress
 
 
@@ -105,35 +104,3 @@ def test_tokens_then_steps_get_a_bar_each(shown: dict[str, list[Any]]) -> None:
     ((value, total, (kind, picture, size)),) = steps.seen
     assert (value, total, kind, size) == (1, 2, "JPEG", 64)
     assert picture.size == (5, 3)
-
-
-def test_ranks_are_described_in_lines() -> None:
-    record = {
-        "device": "cpu",
-        "memory": {"resident_set": 2_000_000_000},
-        "phase": "denoise",
-        "done": 3,
-        "total": 50,
-        "tokens_per_s": None,
-        "s_per_step": 1.5,
-        "error": "",
-    }
-    text = describe_ranks(
-        {"plan": "tp: AR TP2", "silent": [1], "ranks": [record, {**record, "error": "out of memory"}, None]}
-    )
-    lines = text.splitlines()
-    assert lines[0] == "tp: AR TP2"
-    assert lines[1] == "rank 0: cpu, 2.0 GB host memory, denoise 3/50, 1.50 s/step"
-    assert lines[2].endswith("last error: out of memory (silent)")
-    assert lines[3].startswith("rank 2: not started")
-
-
-def test_ranks_say_how_the_last_text_was_written() -> None:
-    record = {
-        "device": "cuda:0", "memory": {"resident_set": 0}, "phase": "idle", "done": 0, "total": 0, "tokens_per_s": 402.31, "s_per_step": None,
-        "error": "", "text_path": "one CUDA graph a token; process group: peer memory cannot be used, its self-test gave a wrong sum",
-    }  # fmt: skip
-    text = describe_ranks({"plan": "tp", "silent": [], "ranks": [record]})
-    assert text.endswith(
-        "idle, 402.3 tokens/s (one CUDA graph a token; process group: peer memory cannot be used, its self-test gave a wrong sum)"
-    )

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from phase_parallel.nodes import guard
+from phase_parallel.nodes import guard, status_routes
 from phase_parallel.nodes.follower import follower_nodes
-from phase_parallel.nodes.guard import SECRET_HEADER, STATUS_ROUTE
+from phase_parallel.nodes.guard import SECRET_HEADER
+from phase_parallel.nodes.status_routes import LOGS_ROUTE, PAGE_FILES, PAGE_ROUTE, STATUS_ROUTE
 from phase_parallel.parallel import cluster as cluster_module
 from phase_parallel.parallel.environment import LaunchEnvironment
 
@@ -43,7 +44,7 @@ LAUNCH = LaunchEnvironment(
 def own_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process's cluster is made anew in every test, on rank 0's CPU."""
     monkeypatch.setattr(cluster_module, "_process_cluster", None)
-    monkeypatch.setattr(guard, "_own_cluster", lambda: cluster_module.process_cluster(torch.device("cpu")))
+    monkeypatch.setattr(status_routes, "own_cluster", lambda: cluster_module.process_cluster(torch.device("cpu")))
 
 
 def serve(environment: LaunchEnvironment | None, visit: Callable[[TestClient], Awaitable[None]]) -> list[str]:
@@ -116,8 +117,9 @@ def test_a_worker_obeys_the_secret_and_answers_questions(joined: LaunchEnvironme
                 assert answer.status == 200
         async with client.get("/queue") as answer:
             assert answer.status == 200
-        async with client.get(STATUS_ROUTE) as answer:
-            assert answer.status == 404, "only rank 0 has the status of all"
+        for route in (STATUS_ROUTE, LOGS_ROUTE, PAGE_ROUTE):
+            async with client.get(route) as answer:
+                assert answer.status == 404, "only rank 0 has the status of all"
 
     assert serve(joined, visit) == [f"POST {path}" for path in CHANGING] + ["GET /queue"]
 
@@ -149,6 +151,43 @@ def test_rank_0_is_open_and_shows_the_status(
         assert zero.secret not in str(status)
 
     assert serve(zero, visit) == ["POST /prompt"]
+
+
+def test_rank_0_shows_the_ends_of_all_logs_and_nothing_else(joined: LaunchEnvironment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written = tmp_path / "logs" / "run" / "attempt_0" / "2" / "stderr.log"
+    written.parent.mkdir(parents=True)
+    written.write_text("first\nsecond\nthird\n")
+    zero = replace(joined, rank=0, local_rank=0, logs=str(tmp_path / "logs"))
+    for name, value in zero.to_environ().items():
+        monkeypatch.setenv(name, value)
+
+    async def visit(client: TestClient) -> None:
+        async with client.get(f"{LOGS_ROUTE}?rank=2&lines=2") as answer:
+            assert await answer.json() == {"rank": 2, "lines": ["second", "third"]}
+        async with client.get(f"{LOGS_ROUTE}?rank=3") as answer:
+            assert (await answer.json())["lines"] == []
+        for query in ("", "?rank=4", "?rank=-1", "?rank=../2", "?rank=2&lines=501", "?rank=2&lines=x", "?rank=²"):
+            async with client.get(LOGS_ROUTE + query) as answer:
+                assert answer.status == 400, query
+                assert (await answer.json())["error"] == "logs needs rank=0 to 3 and lines=0 to 500"
+
+    serve(zero, visit)
+
+
+def test_the_page_of_the_ranks_has_its_files_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHASE_PARALLEL_STORE", raising=False)
+
+    async def visit(client: TestClient) -> None:
+        for path in ("", *(f"/{name}" for name in PAGE_FILES)):
+            async with client.get(PAGE_ROUTE + path) as answer:
+                assert answer.status == 200, path
+        for path in ("/ranks_panel.js", "/../web/show_text.js", "/..%2f..%2fpyproject.toml"):
+            async with client.get(PAGE_ROUTE + path) as answer:
+                assert answer.status == 404, path
+        async with client.get(f"{LOGS_ROUTE}?rank=0") as answer:
+            assert "was not started by `phase-parallel up`" in (await answer.json())["error"]
+
+    serve(None, visit)
 
 
 def test_without_a_launch_everything_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

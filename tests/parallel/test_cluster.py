@@ -220,6 +220,70 @@ def test_record_keeps_phases_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper.end_section(error="broke")
     assert keeper.to_json()["error"] == "broke"
     assert keeper.to_json()["digest"] == "d"
+    assert keeper.to_json()["tokens_per_s"] == 4.0, "the last text's rate outlives later sections"
+
+
+def test_record_keeps_the_last_error_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+    keeper.start_section("load")
+    keeper.end_section(error="broke")
+    monkeypatch.setattr(time, "time", lambda: 2000.0)
+    keeper.start_section("load")
+    keeper.end_section(digest="d")
+    record = keeper.to_json()
+    assert (record["error"], record["error_at"]) == ("broke", 1000.0)
+
+
+def test_loading_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+    keeper.start_phase("load", "value")
+    now[0] += 5
+    keeper.progress(10, 50)
+    record = keeper.to_json()
+    assert (record["done"], record["total"], record["s_per_step"], record["tokens_per_s"]) == (10, 50, None, None)
+
+
+def test_sections_that_are_steps_of_one_picture_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+
+    def step(seconds: float, run: str, **end: str) -> tuple[int, float]:
+        keeper.start_section("denoise", run)
+        keeper.start_phase("denoise", "call")
+        keeper.progress(3, 10)
+        assert keeper.where() == ("denoise", "step 4 of 10")
+        now[0] += seconds
+        keeper.end_section(**(end or {"digest": "d"}))
+        now[0] += 100  # the sampler's own business
+        record = keeper.to_json()
+        return record["steps"], record["s_per_step"]
+
+    assert step(2, "prompt/3") == (1, 2.0)
+    assert step(4, "prompt/3") == (2, 3.0)
+    assert step(50, "prompt/3", error="broke") == (2, 3.0), "a step that failed has no speed"
+    assert step(8, "other/3") == (1, 8.0)
+
+
+def test_record_says_how_fast_a_text_was_without_its_prompt() -> None:
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+    keeper.note_text("one CUDA graph a token; peer memory", tokens=101, seconds=0.5)
+    record = keeper.to_json()
+    assert (record["tokens"], record["tokens_per_s"], record["text_path"]) == (101, 200.0, "one CUDA graph a token; peer memory")
+
+
+def test_record_names_the_groups_of_each_phase() -> None:
+    keeper = RecordKeeper(RankRecord(0, 1, "here", "", "cpu"))
+    keeper.take_place(make_plan("hybrid", world_size=4, rank=3), 1)
+    record = keeper.to_json()
+    assert record["place"] == {"shard": 1, "replica": 1, "logical_tp_rank": 3}
+    assert record["groups"] == {"AR": {"TP": [3, 4]}, "denoise": {"TP": [1, 2], "SP": [1, 2]}}
+    assert record["device_name"] == "CPU"
+    memory = record["memory"]
+    assert 0 < memory["resident_set"] <= memory["resident_peak"] < memory["host_total"]
 
 
 def test_sentences() -> None:
