@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..parallel.rank_logs import last_lines
-from ..parallel.rank_words import error_lines, memory_words, phase_words, picture_words, place_words, text_words
+from ..parallel.rank_words import error_lines, group_words, memory_words, phase_words, picture_words, text_words
 from .errors import LaunchError
 from .http_json import Refused, get_json
 from .readiness import STATUS_ROUTE, answers
 from .records import LaunchRecord, live_records, logs_of
 
-HEADINGS = ("rank", "port", "process", "answers", "device", "place in the plan", "phase", "memory", "last text", "last picture")
+PLACES = ("rank", "port", "process", "answers", "device", "shard", "replica", "AR", "denoise")
+WORK = ("rank", "phase", "last text", "last picture", "memory")
 NONE_RUNNING = "No launch of this user is running; start one with `phase-parallel up`."
 
 
@@ -34,8 +35,10 @@ def status() -> int:
         )
         print(f"  checkout {record.checkout}, folder {record.base}, process {record.pid}")
         print(f"  plan {plan or 'none yet: no model has been loaded'}")
-        rows = [row(record, rank, alive[rank], reports.get(rank)) for rank in range(len(record.ranks))]
-        print(table(HEADINGS, rows))
+        ranks = range(len(record.ranks))
+        print(table(PLACES, [place_row(record, rank, alive[rank], reports.get(rank)) for rank in ranks]))
+        if reports:
+            print(table(WORK, [work_row(reports[rank]) for rank in ranks if rank in reports]))
         for line in error_lines(reports.values()):
             print(f"  {line}")
     return 0 if healthy else 1
@@ -70,13 +73,18 @@ def rank_reports(record: LaunchRecord) -> tuple[str, dict[int, dict[str, Any]]]:
         return "", {}
 
 
-def row(record: LaunchRecord, rank: int, alive: bool, report: dict[str, Any] | None) -> list[str]:
+def place_row(record: LaunchRecord, rank: int, alive: bool, report: dict[str, Any] | None) -> list[str]:
     entry = record.ranks[rank]
     words = [str(rank), str(entry.port), str(entry.pid or "-"), "yes" if alive else "NO"]
     if report is None:
-        return [*words, *["-"] * (len(HEADINGS) - len(words))]
-    cells = (place_words, phase_words, memory_words, text_words, picture_words)
-    return [*words, report["device_name"] or report["device"], *(cell(report) or "-" for cell in cells)]
+        return [*words, *["-"] * (len(PLACES) - len(words))]
+    places = [str(report["place"].get(name, "-")) for name in ("shard", "replica")]
+    return [*words, report["device_name"] or report["device"], *places, group_words(report, "AR") or "-", group_words(report, "denoise") or "-"]
+
+
+def work_row(report: dict[str, Any]) -> list[str]:
+    cells = (phase_words(report), text_words(report), picture_words(report), memory_words(report))
+    return [str(report["rank"]), *(cell or "-" for cell in cells)]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

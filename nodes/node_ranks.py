@@ -87,6 +87,7 @@ def describe_ranks(status: dict[str, Any]) -> str:
             continue
         silent = "silent" if rank in status["silent"] else ""
         device = record["device_name"] or record["device"]
-        words = (device, place_words(record), phase_words(record), memory_words(record), text_words(record), picture_words(record), silent)
+        text = " ".join(word for word in (text_words(record), f"({record['text_path']})" if record["text_path"] else "") if word)
+        words = (device, place_words(record), phase_words(record), memory_words(record), text, picture_words(record), silent)
         lines.append(f"rank {rank}: " + "; ".join(word for word in words if word))
     return "\n".join(lines + error_lines(record for record in status["ranks"] if record is not None))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 MAXIMUM_LINES = 500
 LONGEST_TAIL = 1 << 18
 """Bytes read from the end of a file, however long its lines are."""
 STREAMS = ("stdout", "stderr")
+_ORDERS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Colours and other orders to a terminal. A log can hold text of strangers, such as a prompt's."""
 
 
 def last_lines(logs: Path, rank: int, count: int) -> list[str]:
@@ -34,6 +37,13 @@ def _tail(path: Path | None, count: int) -> list[str]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - LONGEST_TAIL))
-        lines = file.read(LONGEST_TAIL).decode(errors="replace").splitlines()
+        text = file.read(LONGEST_TAIL).decode(errors="replace")
+    lines = text.removesuffix("\n").split("\n")
     # What stands before the first line break of a cut file is half a line.
-    return lines[1:][-count:] if size > LONGEST_TAIL and len(lines) > 1 else lines[-count:]
+    lines = lines[1:] if size > LONGEST_TAIL and len(lines) > 1 else lines
+    return [_as_seen(line) for line in lines[-count:]] if count else []
+
+
+def _as_seen(line: str) -> str:
+    """A progress bar writes over its own line; the last state counts."""
+    return _ORDERS.sub("", line.rstrip("\r").rpartition("\r")[2])

@@ -114,12 +114,11 @@ class RecordKeeper:
                 self._note_picture(done, seconds / done)
 
     def note_text(self, path: str, *, tokens: int, seconds: float) -> None:
-        """The text at work is complete. ``seconds``: without reading the prompt, so from the second token on."""
+        """The text at work is complete. ``seconds``: without reading the prompt, so from the second token on (one token has no speed)."""
         with self._lock:
             record = self._record
             record.text_path, record.tokens, record.text_at = path, tokens, time.time()
-            if tokens > 1 and seconds > 0:
-                record.tokens_per_s = (tokens - 1) / seconds
+            record.tokens_per_s = (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
 
     def end_section(self, *, digest: str | None = None, error: str = "") -> dict[str, float]:
         """Returns the seconds of each phase."""

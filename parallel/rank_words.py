@@ -17,10 +17,12 @@ def place_words(record: Record) -> str:
     if not record["place"]:
         return "no place yet"
     words = [f"shard {record['place']['shard']}, replica {record['place']['replica']}"]
-    for phase, groups in record["groups"].items():
-        if groups:
-            words.append(f"{phase} " + " × ".join(f"{kind} {place} of {size}" for kind, (place, size) in groups.items()))
-    return "; ".join(words)
+    return "; ".join(words + [f"{phase} {group_words(record, phase)}" for phase, groups in record["groups"].items() if groups])
+
+
+def group_words(record: Record, phase: str) -> str:
+    """``TP 0 of 2 × SP 1 of 2``; empty where the rank works alone."""
+    return " × ".join(f"{kind} {place} of {size}" for kind, (place, size) in record["groups"].get(phase, {}).items())
 
 
 def phase_words(record: Record) -> str:
@@ -41,16 +43,18 @@ def memory_words(record: Record) -> str:
 
 
 def text_words(record: Record) -> str:
-    """Speed of the last text, and how it was written; empty without one."""
-    if not record["tokens_per_s"]:
+    """``101 tokens, 402.3 tokens/s`` of the last text; a text of one token has no speed. Empty without a text."""
+    if not record["tokens"]:
         return ""
-    how = f" ({record['text_path']})" if record["text_path"] else ""
-    return f"{record['tokens_per_s']:.1f} tokens/s{how}"
+    count = f"{record['tokens']} token{'s' * (record['tokens'] > 1)}"
+    return f"{count}, {record['tokens_per_s']:.1f} tokens/s" if record["tokens_per_s"] else count
 
 
 def picture_words(record: Record) -> str:
-    """Speed of the last picture; empty without one."""
-    return f"{record['s_per_step']:.2f} s/step" if record["s_per_step"] else ""
+    """``50 steps, 0.51 s/step`` of the last picture; empty without one."""
+    if not record["s_per_step"]:
+        return ""
+    return f"{record['steps']} step{'s' * (record['steps'] > 1)}, {record['s_per_step']:.2f} s/step"
 
 
 def moment(seconds: float) -> str:

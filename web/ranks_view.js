@@ -196,8 +196,9 @@ export function describe(record, silent) {
     if ("device_total" in record.memory) {
         rows.push(["Process", `${gb(record.memory.resident_set)} GB, peak ${gb(record.memory.resident_peak)} GB`]);
     }
-    rows.push(["Last text", record.tokens_per_s ? `${record.tokens_per_s.toFixed(1)} tokens/s${at(record.text_at)}` : "none"]);
-    rows.push(["Last picture", record.s_per_step ? `${record.s_per_step.toFixed(2)} s/step${at(record.picture_at)}` : "none"]);
+    rows.push(["Last text", lastRun(record.tokens, "token", record.tokens_per_s && `${record.tokens_per_s.toFixed(1)} tokens/s`, record.text_at)]);
+    rows.push(["Written by", record.text_path || "–"]);
+    rows.push(["Last picture", lastRun(record.steps, "step", record.s_per_step && `${record.s_per_step.toFixed(2)} s/step`, record.picture_at)]);
     rows.push(["Process id", `${record.pid} on ${record.host}`]);
     return rows;
 }
@@ -249,8 +250,12 @@ function setBar(bar, record) {
     }
 }
 
-function at(seconds) {
-    return seconds ? `, ${moment(seconds)}` : "";
+/** `50 steps, 0.51 s/step, 14:02:11`; a text of one token has no speed. */
+function lastRun(count, unit, speed, seconds) {
+    if (!count) {
+        return "none";
+    }
+    return [`${count} ${unit}${count === 1 ? "" : "s"}`, speed, moment(seconds)].filter(Boolean).join(", ");
 }
 
 /** Local time, with the day where it is another one. */

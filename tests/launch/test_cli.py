@@ -129,13 +129,16 @@ def test_status_shows_what_each_rank_tells(capsys: pytest.CaptureFixture[str], m
         ranks=[RankEntry(0, 1001, 7), RankEntry(1, 1002)],
     )  # fmt: skip
     memory = {"resident_set": 10**9, "resident_peak": 2 * 10**9, "host_total": 24 * 10**9}
-    told = asdict(RankRecord(0, 7, "here", "", "cpu", device_name="CPU", memory=memory, s_per_step=1.5, error="it broke", error_at=0.0))
+    told = asdict(RankRecord(0, 7, "here", "", "cpu", device_name="CPU", memory=memory, s_per_step=1.5, steps=3, error="it broke", error_at=0.0))
+    told |= {"place": {"shard": 1, "replica": 0}, "groups": {"AR": {"TP": [1, 2]}, "denoise": {"TP": [1, 2]}}}
     monkeypatch.setattr(status_module, "live_records", lambda: [mine])
     monkeypatch.setattr(status_module, "answers", lambda url: url == "http://one")
     monkeypatch.setattr(status_module, "get_json", lambda url: {"plan": "tp: AR TP2", "ranks": [told, None]})
     assert cli.main(["status"]) == 1, "rank 1 does not answer"
     lines = capsys.readouterr().out.splitlines()
     assert "  plan tp: AR TP2" in lines
-    assert lines[-3].split("  ")[-1] == "1.50 s/step" and "1.0 GB host memory (peak 2.0) of 24.0 GB" in lines[-3]
-    assert lines[-2].split() == ["1", "1002", "-", "NO", *["-"] * 6]
+    assert lines[-6].split() == ["rank", "port", "process", "answers", "device", "shard", "replica", "AR", "denoise"]
+    assert lines[-5] == "  0     1001  7        yes      CPU     1      0        TP 1 of 2  TP 1 of 2"
+    assert lines[-4].split() == ["1", "1002", "-", "NO", *["-"] * 5]
+    assert lines[-2] == "  0     idle   -          3 steps, 1.50 s/step  1.0 GB host memory (peak 2.0) of 24.0 GB"
     assert lines[-1] == f"  last error of rank 0 at {moment(0.0)}: it broke"

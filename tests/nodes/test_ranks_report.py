@@ -30,11 +30,11 @@ def status(*ranks: dict[str, Any] | None, silent: tuple[int, ...] = ()) -> dict[
 
 def test_one_line_for_the_plan_each_rank_and_each_error() -> None:
     at = time.time()
-    working = record(phase="denoise", done=3, total=50, s_per_step=1.5, error="it broke", error_at=at)
+    working = record(phase="denoise", done=3, total=50, s_per_step=1.5, steps=3, error="it broke", error_at=at)
     lines = describe_ranks(status(working, record(1, error="it broke", error_at=at - 5), None, silent=(1,))).splitlines()
     assert lines == [
         "tp: AR TP2 · denoise TP2",
-        "rank 0: CPU; no place yet; denoise 3/50; 2.0 GB host memory (peak 3.0) of 24.0 GB; 1.50 s/step",
+        "rank 0: CPU; no place yet; denoise 3/50; 2.0 GB host memory (peak 3.0) of 24.0 GB; 3 steps, 1.50 s/step",
         "rank 1: CPU; no place yet; idle; 2.0 GB host memory (peak 3.0) of 24.0 GB; silent",
         "rank 2: not started; see its log or restart the launch",
         f"last error of rank 0, 1 at {moment(at)}: it broke",
@@ -55,9 +55,11 @@ def test_memory_of_a_gpu() -> None:
 
 
 def test_both_last_runs_are_kept_in_words() -> None:
-    both = record(tokens_per_s=402.31, s_per_step=0.5, text_path="one CUDA graph a token; process group: no peer memory")
-    assert text_words(both) == "402.3 tokens/s (one CUDA graph a token; process group: no peer memory)"
-    assert picture_words(both) == "0.50 s/step"
+    both = record(tokens=101, tokens_per_s=402.31, steps=50, s_per_step=0.5, text_path="one CUDA graph a token; process group: no peer memory")
+    assert text_words(both) == "101 tokens, 402.3 tokens/s"
+    assert picture_words(both) == "50 steps, 0.50 s/step"
+    assert "101 tokens, 402.3 tokens/s (one CUDA graph a token; process group: no peer memory); 50 steps, 0.50 s/step" in describe_ranks(status(both))
+    assert text_words(record(tokens=1)) == "1 token", "one token has no speed"
     assert (text_words(record()), picture_words(record()), phase_words(record())) == ("", "", "idle")
 
 

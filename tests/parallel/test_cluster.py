@@ -273,6 +273,8 @@ def test_record_says_how_fast_a_text_was_without_its_prompt() -> None:
     keeper.note_text("one CUDA graph a token; peer memory", tokens=101, seconds=0.5)
     record = keeper.to_json()
     assert (record["tokens"], record["tokens_per_s"], record["text_path"]) == (101, 200.0, "one CUDA graph a token; peer memory")
+    keeper.note_text("eager", tokens=1, seconds=0.1)
+    assert keeper.to_json()["tokens_per_s"] is None
 
 
 def test_record_names_the_groups_of_each_phase() -> None:

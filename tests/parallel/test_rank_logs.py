@@ -41,3 +41,9 @@ def test_a_huge_log_is_read_from_its_end(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\n" * 3000)
     lines = last_lines(tmp_path, 0, 10**9)
     assert len(lines) == MAXIMUM_LINES and set(lines) == {"�"}
+
+
+def test_lines_are_as_a_person_saw_them(tmp_path: Path) -> None:
+    bar = "\r".join(f"{done}%" for done in range(0, 101, 10))
+    write(tmp_path, 0, 0, "stderr", f"\x1b[32m[INFO]\x1b[0m a\tb\n{bar}\r\n\x1b]0;title\x07ring\x07 \x9b31mred\n\nlast")
+    assert last_lines(tmp_path, 0, 9) == ["[INFO] a\tb", "100%", "ring 31mred", "", "last"]

@@ -65,10 +65,21 @@ class Browser:
         self._end()
 
     def open(self, url: str) -> Page:
-        page = Page(self._new_tab())
+        page = Page(self._ask("PUT", "/json/new?about:blank")["webSocketDebuggerUrl"])
         self._pages.append(page)
         page.go(url)
         return page
+
+    def opened(self, url: str) -> Page:
+        """The tab that a page has opened with that address; it may take a moment."""
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            for tab in self._ask("GET", "/json/list"):
+                if tab["url"] == url:
+                    self._pages.append(Page(tab["webSocketDebuggerUrl"]))
+                    return self._pages[-1]
+            time.sleep(POLL_S)
+        raise AssertionError(f"no page has opened {url}")
 
     def _port(self) -> int:
         file, deadline = self._folder / "profile" / "DevToolsActivePort", time.monotonic() + START_S
@@ -78,10 +89,10 @@ class Browser:
             time.sleep(POLL_S)
         raise AssertionError(f"Chromium did not start:\n{(self._folder / 'chromium.txt').read_text(errors='replace')[-2000:]}")
 
-    def _new_tab(self) -> str:
-        request = urllib.request.Request(f"http://{self._address}/json/new?about:blank", method="PUT")
+    def _ask(self, method: str, path: str) -> Any:
+        request = urllib.request.Request(f"http://{self._address}{path}", method=method)
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=ANSWER_S) as answer:
-            return json.load(answer)["webSocketDebuggerUrl"]
+            return json.load(answer)
 
     def _end(self) -> None:
         # Its helper processes are of its session and are not told by it.
@@ -118,6 +129,10 @@ class Page:
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def look(self) -> None:
+        """Bring the tab to the front: a page in the background draws nothing."""
+        self.send("Page.bringToFront")
+
     def value(self, expression: str) -> Any:
         """What a JavaScript expression, or the promise that it is, gives; an exception fails the test."""
         answer = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True)
@@ -126,10 +141,10 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, expression: str, limit_s: float = 60.0, doing: Callable[[], str] = lambda: "") -> Any:
-        """The first true value of the expression. ``doing``: what to say where it never comes."""
+        """The first true value of the expression (True for an element). ``doing``: what to say where it never comes."""
         deadline = time.monotonic() + limit_s
         while True:
-            found = self.value(expression)
+            found = self.value(f"(async () => {{ const found = await ({expression}); return found instanceof Node ? true : found; }})()")
             if found:
                 return found
             assert time.monotonic() < deadline, f"not true within {limit_s:g} s: {expression}\n{self.errors}\n{doing()}"
@@ -165,6 +180,7 @@ class Page:
         return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
 
     def picture(self, path: Path) -> None:
+        self.look()
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def _note(self, message: dict[str, Any]) -> None:

@@ -111,8 +111,8 @@ def test_every_rank_with_all_that_is_known(browser: Browser, server: RankZero) -
     memory = {"resident_set": 2e9, "resident_peak": 3e9, "host_total": 24e9}
     gpu = {"device_allocated": 40e9, "device_reserved": 41e9, "device_peak": 52e9, "device_free": 90e9, "device_total": 143e9}
     server.ranks[1] = record(
-        1, device_name="NVIDIA H200 (GPU 2)", phase="denoise", done=3, total=50, memory=memory | gpu, tokens_per_s=402.31, text_at=0.0,
-        s_per_step=0.514, picture_at=time.time(), error="it broke", error_at=0.0,
+        1, device_name="NVIDIA H200 (GPU 2)", phase="denoise", done=3, total=50, memory=memory | gpu, tokens=101, tokens_per_s=402.31, text_at=0.0,
+        text_path="one CUDA graph a token", steps=1, s_per_step=0.514, picture_at=time.time(), error="it broke", error_at=0.0,
     )  # fmt: skip
     server.ranks[2] = None
     page = shown(browser, server)
@@ -122,7 +122,8 @@ def test_every_rank_with_all_that_is_known(browser: Browser, server: RankZero) -
     assert field(page, 1, "Place") == "shard 1, replica 0; AR TP 2 of 4; denoise TP 1 of 2 × SP 0 of 2"
     assert field(page, 1, "Memory") == "40.0 of 143.0 GB, peak 52.0 GB, 90.0 GB free"
     assert field(page, 1, "Process") == "2.0 GB, peak 3.0 GB"
-    assert field(page, 1, "Last text").startswith("402.3 tokens/s") and field(page, 1, "Last picture").startswith("0.51 s/step, ")
+    assert field(page, 1, "Last text").startswith("101 tokens, 402.3 tokens/s, ") and field(page, 1, "Written by") == "one CUDA graph a token"
+    assert field(page, 1, "Last picture").startswith("1 step, 0.51 s/step, ")
     assert page.value("document.querySelectorAll('article')[1].querySelector('.pp-error').textContent").endswith(": it broke")
     assert field(page, 3, "Phase") == "idle (silent)"
     assert "not started" in page.value("document.querySelectorAll('article')[2].innerText")
