@@ -167,6 +167,10 @@ class Page:
             button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], **button)
 
+    def press_escape(self) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape", windowsVirtualKeyCode=27)
+
     def choose_file(self, selector: str, path: Path) -> None:
         """As the system's file dialog does."""
         root = self.send("DOM.getDocument")["root"]["nodeId"]

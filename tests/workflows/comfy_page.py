@@ -26,17 +26,21 @@ WATCH = """(async () => {
     window.the = (type) => app.graph._nodes.find((node) => node.type === type);
 })()"""
 
+GREETING = "document.querySelector('[role=dialog]')"
+
 
 class ComfyPage:
     def __init__(self, browser: Browser, url: str) -> None:
         self._browser = browser
         self._url = url
         self.page = browser.open(url)
-        # Either page is ready when the button that starts a prompt is there and the first graph is drawn.
-        self.page.wait("window.app?.graph?._nodes?.length && document.querySelector('#comfy-file-input') && document.querySelector('#queue-button')", 180)
+        self.page.wait("window.app?.graph && document.querySelector('#comfy-file-input') && document.querySelector('#queue-button')", 180)
         self.has_side_bar = bool(self.page.value("Boolean(app.extensionManager?.registerSidebarTab)"))
-        if self.has_side_bar:
-            self.page.wait("document.querySelector('[data-testid=queue-button]')", 60)
+        # Either page has read its extensions once it has drawn a first graph; newer ones greet who comes first with a choice of templates instead.
+        self.page.wait(f"app.graph._nodes.length || {GREETING}", 120)
+        if self.page.value(f"Boolean({GREETING})"):
+            self.page.press_escape()
+            self.page.wait(f"!{GREETING}")
         self.page.value(WATCH)
 
     def load(self, workflow: Path, node: str) -> None:
