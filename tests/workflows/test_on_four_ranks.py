@@ -149,6 +149,8 @@ def test_model_chooses_the_proportions_and_ksampler_draws(user: User) -> None:
         TOWER, (352, 160), seed=5, steps=4, cfg=5.0
     )
     assert distance(picture, want) <= LEVELS
+    ranks = json.loads(user.client.page("/phase_parallel/status") or "")["ranks"]
+    assert ranks[0]["steps"] == 4 and ranks[0]["s_per_step"] > 0, "each step was a section of its own"
 
 
 @pytest.mark.usefixtures("needs_flow")
