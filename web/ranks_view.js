@@ -121,7 +121,8 @@ class Card {
         this.log.setAttribute("aria-label", `Log of rank ${rank}`);
         this.logAsked = false;
         this.logBox = element("details");
-        this.logBox.append(element("summary", "", "Log"), this.log);
+        this.more = element("dl");
+        this.logBox.append(element("summary", "", "Details and log"), this.more, this.log);
         this.logBox.addEventListener("toggle", () => this.refreshLog());
         this.root.append(head, this.bar, this.rows, this.error, this.logBox);
     }
@@ -131,6 +132,7 @@ class Card {
             setText(this.device, "not started; see its log");
             this.bar.hidden = true;
             this.rows.replaceChildren();
+            this.more.replaceChildren();
             this.values.clear();
             setText(this.error, "");
             return;
@@ -139,17 +141,20 @@ class Card {
         this.bar.hidden = record.phase === "idle";
         setBar(this.bar, record);
         for (const [name, text] of describe(record, status.silent.includes(this.rank))) {
-            this.setRow(name, text);
+            this.setRow(this.rows, name, text);
+        }
+        for (const [name, text] of describeMore(record)) {
+            this.setRow(this.more, name, text);
         }
         setText(this.error, record.error ? `Last error, ${moment(record.error_at)}: ${record.error}` : "");
     }
 
-    setRow(name, text) {
+    setRow(list, name, text) {
         if (!this.values.has(name)) {
             const value = element("dd");
             value.dataset.field = name;
             this.values.set(name, value);
-            this.rows.append(element("dt", "", name), value);
+            list.append(element("dt", "", name), value);
         }
         setText(this.values.get(name), text);
     }
@@ -187,20 +192,22 @@ export function jsonGetter(fetcher) {
 }
 
 /** [name, text] of each row of a card. */
-export function describe(record, silent) {
-    const rows = [
+function describe(record, silent) {
+    return [
         ["Phase", phaseWords(record) + (silent ? " (silent)" : "")],
         ["Place", placeWords(record)],
         ["Memory", memoryWords(record.memory)],
+        ["Last text", lastRun(record.tokens, "token", record.tokens_per_s && `${record.tokens_per_s.toFixed(1)} tokens/s`, record.text_at)],
+        ["Last picture", lastRun(record.steps, "step", record.s_per_step && `${record.s_per_step.toFixed(2)} s/step`, record.picture_at)],
     ];
-    if ("device_total" in record.memory) {
-        rows.push(["Process", `${gb(record.memory.resident_set)} GB, peak ${gb(record.memory.resident_peak)} GB`]);
-    }
-    rows.push(["Last text", lastRun(record.tokens, "token", record.tokens_per_s && `${record.tokens_per_s.toFixed(1)} tokens/s`, record.text_at)]);
-    rows.push(["Written by", record.text_path || "–"]);
-    rows.push(["Last picture", lastRun(record.steps, "step", record.s_per_step && `${record.s_per_step.toFixed(2)} s/step`, record.picture_at)]);
-    rows.push(["Process id", `${record.pid} on ${record.host}`]);
-    return rows;
+}
+
+/** Of each row of its details. */
+function describeMore(record) {
+    return [
+        ["Text by", record.text_path || "–"],
+        ["Process", `${record.pid} on ${record.host}, ${gb(record.memory.resident_set)} GB, peak ${gb(record.memory.resident_peak)} GB`],
+    ];
 }
 
 function phaseWords(record) {

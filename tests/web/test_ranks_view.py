@@ -121,8 +121,8 @@ def test_every_rank_with_all_that_is_known(browser: Browser, server: RankZero) -
     assert field(page, 1, "Phase") == "denoise 3/50"
     assert field(page, 1, "Place") == "shard 1, replica 0; AR TP 2 of 4; denoise TP 1 of 2 × SP 0 of 2"
     assert field(page, 1, "Memory") == "40.0 of 143.0 GB, peak 52.0 GB, 90.0 GB free"
-    assert field(page, 1, "Process") == "2.0 GB, peak 3.0 GB"
-    assert field(page, 1, "Last text").startswith("101 tokens, 402.3 tokens/s, ") and field(page, 1, "Written by") == "one CUDA graph a token"
+    assert field(page, 1, "Process") == "101 on here, 2.0 GB, peak 3.0 GB"
+    assert field(page, 1, "Last text").startswith("101 tokens, 402.3 tokens/s, ") and field(page, 1, "Text by") == "one CUDA graph a token"
     assert field(page, 1, "Last picture").startswith("1 step, 0.51 s/step, ")
     assert page.value("document.querySelectorAll('article')[1].querySelector('.pp-error').textContent").endswith(": it broke")
     assert field(page, 3, "Phase") == "idle (silent)"

@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.host, pytest.mark.ranks4]
 GENERATE, LOADER, SAVE = "HunyuanImage3Generate", "HunyuanImage3Loader", "SaveImage"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def chromium() -> None:
-    """Asked for before the ranks, which would start for nothing."""
+    """Asked for before the ranks, which would start for nothing; only as early as they because of its scope."""
     find_chromium()
 
 
 @pytest.fixture
-def browser(chromium: None, tmp_path: Path) -> Iterator[Browser]:
+def browser(tmp_path: Path) -> Iterator[Browser]:
     with Browser(tmp_path) as running:
         yield running
 
