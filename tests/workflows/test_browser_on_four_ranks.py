@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,28 @@ def test_the_side_panel_asks_for_nothing_once_it_is_closed(browser: Browser, lau
     time.sleep(2.5)
     ranks.value("1")  # takes up what has come in
     assert [url for url in ranks.requests if "phase_parallel" in url] == []
+
+
+# What the page draws: a node is at least as large as its widgets need, whatever the file says.
+BOXES = """app.graph._nodes.map((node) => {
+    const needed = node.computeSize();
+    return [node.type, node.pos[0], node.pos[1], Math.max(node.size[0], needed[0]), Math.max(node.size[1], needed[1])];
+})"""
+TITLE_BAR = 30
+
+
+@pytest.mark.timeout(600)
+def test_no_node_of_a_shipped_workflow_covers_another(browser: Browser, launch: Launch) -> None:
+    comfy = ComfyPage(browser, launch.url)
+    if not comfy.has_side_bar:
+        pytest.skip("this ComfyUI does not know all nodes of the workflows; set COMFYUI_DIR to a newer one")
+    covered = []
+    for workflow in sorted((ROOT / "workflows").glob("*.json")):
+        comfy.page.value("app.graph.clear()")
+        comfy.load(workflow, LOADER)
+        for first, second in combinations(comfy.page.value(BOXES), 2):
+            (kind, x, y, width, height), (other, other_x, other_y, other_width, other_height) = first, second
+            beside = x + width <= other_x or other_x + other_width <= x
+            if not beside and y + height > other_y - TITLE_BAR and other_y + other_height > y - TITLE_BAR:
+                covered.append(f"{workflow.stem}: {kind} at {y:g} to {y + height:g} and {other} at {other_y:g}")
+    assert covered == []
