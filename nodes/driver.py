@@ -21,7 +21,7 @@ from ..parallel.environment import LaunchEnvironment
 from ..parallel.faults import SectionCancelled, SectionError, name_ranks
 from ..parallel.operations import OperationCall, Tensors, describe_tensors, run_call
 from ..parallel.plan import ParallelPlan
-from ..parallel.section import Report, SectionKey, digest_of
+from ..parallel.section import Report, SectionKey, digest_of, never_cancelled
 from ..parallel.store import StoreTimeout
 from .comfy_host import ComfyHost, Host
 from .fan_out import RankUnavailable, ask_followers
@@ -71,19 +71,25 @@ class Driver:
         """
         tensors = tensors or {}
         with self._lock:
-            if self._host.cancelled():
-                raise self._interrupt()
             running = self._host.running_prompt()
+            # Between prompts the flag is one that nobody has read, and not meant for this call.
+            if running is not None and self._host.cancelled():
+                raise self._interrupt()
             session = self._session_of(running)
             try:
                 announced = self._announce(session, op, args, tensors, node_id, plan or self.cluster.plan)
-                reporting, cancelled = self._watch_cancel(report)
+                reporting, cancelled = (report, never_cancelled) if running is None else self._watch_cancel(report)
                 return run_call(self.cluster, announced, tensors, cancelled=cancelled, report=reporting)
             except SectionCancelled:
                 raise self._interrupt() from None
             finally:
                 if running is None:
                     self._close("the call is over")
+
+    @property
+    def is_running(self) -> bool:
+        """Does ComfyUI execute a prompt, which can show an error?"""
+        return self._host.running_prompt() is not None
 
     def _announce(
         self,
@@ -142,7 +148,7 @@ class Driver:
         session = _Session(self._sessions, running or str(uuid.uuid4()))
         self._session = session
         if self.cluster.world_size > 1:
-            self._gather_followers(session)
+            self._gather_followers(session, never_cancelled if running is None else self._host.cancelled)
             if running is not None:
                 watch = threading.Thread(
                     target=self._watch_prompt, args=(session,), name="phase-parallel-session", daemon=True
@@ -150,14 +156,14 @@ class Driver:
                 watch.start()
         return session
 
-    def _gather_followers(self, session: _Session) -> None:
+    def _gather_followers(self, session: _Session, cancelled: Callable[[], bool]) -> None:
         """Every worker follows, or nothing starts."""
         cluster, environment = self.cluster, self._environment
         assert environment is not None, "several ranks come from a launch"
         keys = [joined_key(session.number, rank) for rank in range(1, cluster.world_size)]
         try:
             ask_followers(environment, session.number, session.prompt_id)
-            cluster.store.collect(keys, cluster.timeout_s, self._check_joining)
+            cluster.store.collect(keys, cluster.timeout_s, lambda: self._check_joining(cancelled))
         except StoreTimeout as error:
             self._close("not all ranks joined")
             silent = tuple(int(key.rpartition("/")[2]) for key in error.missing)
@@ -173,9 +179,9 @@ class Driver:
             cluster.store.delete(key)
         self._read_keys = []
 
-    def _check_joining(self) -> None:
+    def _check_joining(self, cancelled: Callable[[], bool]) -> None:
         self.cluster.store_check()
-        if self._host.cancelled():
+        if cancelled():
             raise self._interrupt()
 
     def _tell(self, session: _Session, announcement: dict[str, Any]) -> None:

@@ -30,6 +30,14 @@ UNKNOWN_NODE = "0"
 """Node id in keys and messages where a host does not tell which node calls a VAE or MODEL."""
 
 
+class Held(Protocol):
+    """What stands for the weights in ComfyUI's memory management."""
+
+    patcher: Any
+
+    def hold(self) -> None: ...
+
+
 class Calls(Protocol):
     """The part of the driver that a handle uses."""
 
@@ -69,7 +77,10 @@ class EngineChoice:
 class EngineHandle:
     """Raises, before any collective, a ValueError that says what is wrong with the folder or the choices."""
 
-    def __init__(self, choice: EngineChoice, calls: Calls, *, reason: str = "") -> None:
+    def __init__(
+        self, choice: EngineChoice, calls: Calls, *, reason: str = "", residence: Held | None = None
+    ) -> None:
+        """``residence`` None: no ComfyUI manages the memory here, as in a test."""
         options = LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path, choice.kernels, moe_backend=choice.moe_backend)
         check_folder(choice.folder, choice.plan, options)
         self.choice = choice
@@ -79,6 +90,7 @@ class EngineHandle:
         self.table = resolution_table(self.config, self.tokenizer)
         self.preview: PreviewFactors | None = None
         self._calls = calls
+        self.residence = residence
 
     @property
     def key(self) -> str:
@@ -109,6 +121,8 @@ class EngineHandle:
 
         Raises what the driver raises: the host's interruption, or one sentence that names rank and phase.
         """
+        if self.residence is not None:
+            self.residence.hold()  # any operation may load the weights
         return self._calls.call(
             f"{MODEL}.{op}",
             {"engine": self.choice.arguments(), **args},

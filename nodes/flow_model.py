@@ -28,11 +28,6 @@ from .latent_preview import PreviewFactors
 WRAPPER_KEY = "phase_parallel"
 HANDLE_NAME = "row_handle"
 
-NOMINAL_SIZE = 1 << 20
-"""Bytes ComfyUI is told that the model has. The weights belong to the engine; nothing here can be moved,
-offloaded or loaded in part.
-"""
-
 
 class HunyuanImage3LatentFormat(comfy.latent_formats.LatentFormat):
     """LATENT holds what the VAE takes and gives; the sampler works on it times the VAE's scaling factor."""
@@ -97,7 +92,12 @@ class EnginePatcher(comfy.model_patcher.ModelPatcher):
     """
 
     def model_size(self) -> int:
-        return NOMINAL_SIZE
+        return host_compat.NOMINAL_SIZE
+
+    def model_patches_models(self) -> list[Any]:
+        """What ComfyUI must keep while this is sampled: else it could unload the ranks' weights to make room for it."""
+        residence = self.model.engine.residence
+        return [*super().model_patches_models(), *([] if residence is None else [residence.patcher])]
 
     def add_patches(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
@@ -174,7 +174,7 @@ def build_flow_model(engine: EngineHandle) -> EnginePatcher:
         HunyuanImage3Model(model_config, engine),
         load_device=host_compat.compute_device(),
         offload_device=host_compat.offload_device(),
-        size=NOMINAL_SIZE,
+        size=host_compat.NOMINAL_SIZE,
     )
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, check_sampling)
     return patcher

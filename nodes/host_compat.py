@@ -15,6 +15,11 @@ from typing import Any
 
 import torch
 
+NOMINAL_SIZE = 1 << 20
+"""Bytes ComfyUI is told that a model of ours has: it makes room for one before loading it. The weights belong to the
+engine; nothing in ComfyUI can move, offload or load them in part.
+"""
+
 LATENT_STRIDE = 16
 """Picture pixels per latent pixel of HunyuanImage-3.0 (ComfyUI's own default is 8)."""
 
@@ -174,6 +179,38 @@ def tiled(
         out_channels=out_channels,
         output_device=result_device(),
     )
+
+
+def standing_patcher(unloaded: Callable[[], None]) -> Any:
+    """A ModelPatcher without weights, standing for some that live elsewhere; ``unloaded`` runs when ComfyUI unloads it."""
+    from comfy.model_patcher import ModelPatcher
+
+    newer = hasattr(ModelPatcher, "detach")
+
+    class StandingPatcher(ModelPatcher):
+        def clone(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+        def detach(self, unpatch_all: bool = True) -> Any:
+            model = super().detach(unpatch_all)
+            if unpatch_all:  # else it is loaded again in the next moment
+                unloaded()
+            return model
+
+        def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
+            model = super().unpatch_model(device_to, unpatch_weights)
+            if unpatch_weights and not newer:
+                unloaded()
+            return model
+
+    return StandingPatcher(torch.nn.Module(), compute_device(), offload_device(), size=NOMINAL_SIZE)
+
+
+def load_into_management(patcher: Any) -> None:
+    """Put a patcher into ComfyUI's list of loaded models, from which it chooses what to unload."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([patcher])
 
 
 def release_cached_memory() -> None:

@@ -14,6 +14,7 @@ from .engine_handle import EngineChoice, EngineHandle
 from .latent_preview import PreviewFactors, fit_factors
 from .model_socket import build_model
 from .progress import NodeProgress
+from .residence import process_residence
 from .text_socket import HunyuanText
 from .vae_socket import HunyuanVae
 
@@ -98,7 +99,7 @@ class HunyuanImage3Loader:
             weight_dtype=weight_dtype,
         )
         choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path, kernels, moe_backend)
-        engine = EngineHandle(choice, driver, reason=reason)
+        engine = EngineHandle(choice, driver, reason=reason, residence=process_residence(driver))
         loaded, _ = engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)

@@ -35,6 +35,8 @@ class RankRecord:
     groups: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Phase (AR, denoise) -> kind of group (TP, SP, CFG) -> [place in it, its size]; groups of one rank are left out."""
     generation: int = 0
+    model: str = ""
+    """Name of the checkpoint whose weights are resident; empty when there are none."""
     phase: str = "idle"
     unit: str = "step"
     """What ``done`` and ``total`` count."""
@@ -112,6 +114,11 @@ class RecordKeeper:
                 record.tokens_per_s, record.tokens, record.text_at = done / seconds, done, time.time()
             elif record.unit == "step":
                 self._note_picture(done, seconds / done)
+
+    def note_model(self, name: str) -> None:
+        """Which checkpoint is resident from now on; empty for none."""
+        with self._lock:
+            self._record.model = name
 
     def note_text(self, path: str, *, tokens: int, seconds: float) -> None:
         """The text at work is complete. ``seconds``: without reading the prompt, so from the second token on (one token has no speed)."""

@@ -152,9 +152,9 @@ class Engine:
         return torch.cat([draw_noise(seed, references, shape)[1] for seed in request.seeds])
 
     @torch.inference_mode()
-    def vae_decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Unscaled latents ``[b, C, h, w]`` -> pixels ``[b, 3, H, W]`` fp32, nominally [-1, 1], not clamped."""
-        pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32))
+    def vae_decode(self, latents: torch.Tensor, *, check: Check = lambda done, total: None) -> torch.Tensor:
+        """Unscaled latents ``[b, C, h, w]`` -> pixels ``[b, 3, H, W]`` fp32, nominally [-1, 1], not clamped. ``check`` runs before each block."""
+        pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32), check)
         return _require_finite(pixels, "the decoded picture")
 
     @torch.inference_mode()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...parallel.operations import OperationContext, Tensors, register
 from ...parallel.rank_record import CALL
+from ...parallel.section import Section
 from .denoise import DenoiseRow, StepTrace
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
@@ -56,10 +58,13 @@ class EngineSlot:
         self._key: object = None
 
     def get(self, context: OperationContext, arguments: EngineArguments) -> Engine:
+        """The engine on every rank: resident on all of them, or loaded by all of them together."""
         comm = context.section.communicator
         key = (arguments, context.plan, str(context.device))
-        if self._engine is None or self._key != key:
-            self.drop()
+        resident = self._engine is not None and self._key == key
+        # A rank can lose its engine alone, when it fails at the very end of a load; a load is collective, so all ranks repeat it.
+        if not all(row[0] for row in comm.control_gather([int(resident)])):
+            self.drop(context)
             where = context.cluster.record.where()
             context.section.start_phase("load", "value")
             self._engine = Engine.load(
@@ -73,13 +78,15 @@ class EngineSlot:
                 progress=_load_reports(context),
             )
             self._key = key
+            context.cluster.record.note_model(Path(arguments.folder).name)
             context.section.start_phase(where[0] or "section")
         elif self._engine.model.comm is not comm:
             self._engine.connect(comm)
         return self._engine
 
-    def drop(self) -> None:
+    def drop(self, context: OperationContext) -> None:
         self._engine, self._key = None, None
+        context.cluster.record.note_model("")
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -151,6 +158,20 @@ def text_request(args: dict[str, Any]) -> TextRequest:
     )
 
 
+def _text_check(section: Section) -> Callable[[int, int], None]:
+    """The section's check for one text: the phase before its first token is the prefill."""
+    section.start_phase("AR prefill", "token")
+    reached = ["AR prefill"]
+
+    def check(done: int, total: int) -> None:
+        if done and reached[0] == "AR prefill":
+            reached[0] = "AR decode"
+            section.start_phase(reached[0], "token")
+        section.check(done, total)
+
+    return check
+
+
 @register(f"{MODEL}.generate_text")
 def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """args: prompt, system_prompt, cot_text, task, image_size ("auto", "HxW", or null where no picture follows), max_new_tokens, seed, do_sample,
@@ -161,14 +182,13 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
     features, cond_images = engine.references.get(args.get("references", ()))
     request = text_request(args)
     auto = request.need_ratio
-    context.section.start_phase("AR", "token")
-    pictures = {"features": features, "cond_images": cond_images, "check": context.section.check}
-    result = engine.generate_text(request, report=context.section.report, **pictures)
+    pictures = {"features": features, "cond_images": cond_images}
+    result = engine.generate_text(request, report=context.section.report, check=_text_check(context.section), **pictures)
     cot_text = None if result.legal is None else result.legal.cot_text
     index = result.ratio_index
     if auto and index is None:
         again = replace(request, cot_text=cot_text, task="img_ratio", sampling=Sampling())
-        index = engine.generate_text(again, **pictures).ratio_index
+        index = engine.generate_text(again, check=_text_check(context.section), **pictures).ratio_index
     elif args["image_size"] is not None and not auto:
         index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
     height, width = (None, None) if index is None else engine.table.size(index)
@@ -250,7 +270,7 @@ def vae_decode(context: OperationContext, args: dict[str, Any], tensors: Tensors
     """latents [b, C, h, w] unscaled -> pixels [b, 3, H, W] in [-1, 1], not clamped."""
     engine = _engine(context, args)
     context.section.start_phase("VAE decode")
-    return {}, {"pixels": engine.vae_decode(tensors["latents"])}
+    return {}, {"pixels": engine.vae_decode(tensors["latents"], check=context.section.check)}
 
 
 @register(f"{MODEL}.vae_encode")
@@ -264,5 +284,5 @@ def vae_encode(context: OperationContext, args: dict[str, Any], tensors: Tensors
 @register(f"{MODEL}.unload")
 def unload(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Free the resident engine of every rank; the next operation loads again."""
-    _slot.drop()
+    _slot.drop(context)
     return {}, {}

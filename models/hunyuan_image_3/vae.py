@@ -12,6 +12,7 @@ three of these activations are alive at the peak (input, normed input, convoluti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -70,6 +71,13 @@ def _add(x: Tensor, y: Tensor) -> Tensor:
 def _norm_swish(norm: GroupNorm, x: Tensor) -> Tensor:
     """swish(norm(x)) in fp32; the norm's fresh result is overwritten."""
     return F.silu(norm(x), inplace=True)
+
+
+Check = Callable[[int, int], None]
+
+
+def _no_check(done: int, total: int) -> None:
+    return None
 
 
 class ResBlock(nn.Module):
@@ -219,11 +227,13 @@ class Decoder(nn.Module):
         self.norm_out = GroupNorm(NUM_GROUPS, channels[-1], eps=EPS)
         self.conv_out = Conv3d(channels[-1], config.out_channels)
 
-    def forward(self, z: Tensor) -> Tensor:
-        """z [B, C, T, h, w] -> [B, 3, 4T, 16h, 16w]."""
+    def forward(self, z: Tensor, check: Check = _no_check) -> Tensor:
+        """z [B, C, T, h, w] -> [B, 3, 4T, 16h, 16w]. ``check(done, total)`` runs before each part and may end it by raising."""
         x = add_repeated(self.conv_in(z), z, self.repeat_in)
-        for step in (self.mid, *_steps(self.up)):
-            x = step(x)
+        parts = [self.mid, *_steps(self.up)]
+        for done, part in enumerate(parts):
+            check(done, len(parts))
+            x = part(x)
         return self.conv_out(_norm_swish(self.norm_out, x))
 
 
@@ -256,9 +266,9 @@ class Vae(nn.Module):
         return mean, logvar.clamp(*LOGVAR_RANGE)
 
     @torch.no_grad()
-    def decode(self, latent: Tensor) -> Tensor:
+    def decode(self, latent: Tensor, check: Check = _no_check) -> Tensor:
         """latent [B, C, h, w], already divided by the scaling factor -> picture [B, 3, H, W].
 
-        It is the last frame, nominally in [-1, 1] and not clamped.
+        It is the last frame, nominally in [-1, 1] and not clamped. ``check`` as in Decoder, for each picture anew.
         """
-        return torch.cat([self.decoder(z[None, :, None])[:, :, -1] for z in latent])
+        return torch.cat([self.decoder(z[None, :, None], check)[:, :, -1] for z in latent])

@@ -29,12 +29,13 @@ def report(phase: str, done: int = 0, total: int = 0, **more: Any) -> dict[str, 
 def test_progress_shows_each_phase_once_without_a_terminal() -> None:
     out = io.StringIO()
     progress = DemoProgress(out)
-    after_ar = {"phase_seconds": {"AR": 1.5}}
+    after_ar = {"phase_seconds": {"AR prefill": 0.5, "AR decode": 1.0}}
     for status in (
         {"ranks": [None]},
         report("load", 1, 2),
-        report("AR", 1, 3),
-        report("AR", 3, 3, tokens_per_s=2.0),
+        report("AR prefill", 0, 3),
+        report("AR decode", 1, 3),
+        report("AR decode", 3, 3, tokens_per_s=2.0),
         report("denoise", 1, 4, tokens_per_s=2.0, **after_ar),
         report("denoise", 4, 4, s_per_step=0.5, **after_ar),
         report("idle", s_per_step=0.5, phase_seconds={"denoise": 2.0}),
@@ -52,8 +53,8 @@ def test_progress_shows_each_phase_once_without_a_terminal() -> None:
 def test_a_phase_too_short_to_be_seen_gets_its_line() -> None:
     out = io.StringIO()
     progress = DemoProgress(out)
-    progress.look(report("sample", phase_seconds={"generate_text": 0.01, "AR": 0.04}, tokens_per_s=50.0))
-    progress.look(report("denoise", 2, 4, phase_seconds={"generate_text": 0.01, "AR": 0.04}))
+    progress.look(report("sample", phase_seconds={"generate_text": 0.01, "AR decode": 0.04}, tokens_per_s=50.0))
+    progress.look(report("denoise", 2, 4, phase_seconds={"generate_text": 0.01, "AR decode": 0.04}))
     progress.look(report("idle", phase_seconds={"sample": 0.5, "denoise": 1.0}))
     first, second = out.getvalue().splitlines()
     assert first.split() == ["AR", "0.05", "s,", "50.0", "tokens/s"]
@@ -64,8 +65,8 @@ def test_a_phase_too_short_to_be_seen_gets_its_line() -> None:
 def test_a_phase_whose_count_was_not_seen_is_done() -> None:
     out = io.StringIO()
     progress = DemoProgress(out)
-    progress.look(report("AR"))
-    progress.look(report("denoise", 1, 4, tokens_per_s=6.0, phase_seconds={"AR": 0.1}))
+    progress.look(report("AR prefill"))
+    progress.look(report("denoise", 1, 4, tokens_per_s=6.0, phase_seconds={"AR decode": 0.1}))
     assert out.getvalue().split() == ["AR", "done,", "6.0", "tokens/s"]
 
 

@@ -115,6 +115,22 @@ class TestVae:
         assert relative(engine.vae_decode(latent.half()), engine.vae_decode(latent)) < 0.05
 
 
+    def test_decoding_can_be_stopped_before_any_block(self, eight_ways: Path) -> None:
+        engine = alone(eight_ways)
+        latents = torch.zeros(2, engine.config.vae.latent_channels, 2, 2)
+        seen: list[tuple[int, int]] = []
+        engine.vae_decode(latents, check=lambda done, total: seen.append((done, total)))
+        total = seen[0][1]
+        assert seen == [(done, total) for done in range(total)] * 2 and total > 5
+
+        def stop(done: int, total: int) -> None:
+            if done == 3:
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            engine.vae_decode(latents, check=stop)
+
+
 class TestNotFinite:
     """NaN is an error, never a picture."""
 
