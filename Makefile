@@ -5,13 +5,17 @@
 PYTHON ?= python3
 DEVICE ?= cpu
 
-.PHONY: setup test demo clean
+.PHONY: setup test demo faults clean
 
 setup:
 	@$(PYTHON) launch/setup_env.py --device $(DEVICE) $(if $(filter file,$(origin PYTHON)),--any-python)
 
 test: setup
 	DEVICE=$(DEVICE) .venv/bin/python -m pytest
+
+# Every fault in every phase on three ranks, three times in a row; `make test` takes each on one rank, once.
+faults: setup
+	for round in 1 2 3; do FAULTS=all .venv/bin/python -m pytest tests/faults || exit 1; done
 
 demo: setup
 	.venv/bin/phase-parallel demo --device $(DEVICE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 
 from ..parallel.cluster import Cluster, process_cluster
 from ..parallel.environment import LaunchEnvironment
@@ -39,9 +40,12 @@ def follow_session(cluster: Cluster, session: int) -> int:
         RuntimeError: rank 0 or the launcher has vanished.
     """
 
+    joined = time.monotonic()
+
     def check() -> None:
         cluster.store_check()
-        if 0 in cluster.stale_ranks(cluster.timeout_s):
+        # Rank 0 has just asked for this session, so it lives, whatever was heard of it before.
+        if time.monotonic() - joined > cluster.timeout_s and 0 in cluster.stale_ranks(cluster.timeout_s):
             raise RuntimeError(
                 f"rank 0 has not been heard of for {cluster.timeout_s:g} s; restart the launch"
             )

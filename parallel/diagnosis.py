@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from .cluster import Cluster
 from .collectives import CollectiveError, CollectiveTimeout
-from .faults import Fault, SectionError, describe_cause
+from .faults import Fault, SectionError, SharedSymptom, describe_cause
 
 _log = logging.getLogger(__name__)
 _CAUSE_PATIENCE_S = 2.0
-"""How long a rank that lost a connection waits to learn why, before it blames what it sees itself."""
+"""How long a rank that sees only a consequence waits to learn the cause, before it blames what it sees itself."""
 
 _SILENCE_S = 2.5
 """Two missed heartbeats and a half."""
@@ -57,7 +57,7 @@ def _diagnose(cluster: Cluster, error: BaseException) -> Fault:
         cluster.look_for_fault()
         silent = cluster.lost_ranks() or cluster.stale_ranks(max(cluster.timeout_s / 2, _SILENCE_S))
         return cluster.fault("timeout", silent or cluster.busy_ranks(), f"{cluster.timeout_s:g} s")
-    if _lost_a_peer(error):
+    if _lost_a_peer(error) or (isinstance(error, SharedSymptom) and cluster.world_size > 1):
         # A peer that fails publishes first and disconnects then; one that is killed publishes nothing.
         deadline = time.monotonic() + _CAUSE_PATIENCE_S
         while time.monotonic() < deadline:

@@ -36,6 +36,10 @@ class CollectiveDivergence(SectionError):
     """The ranks made different collectives; the sentence names the first site that differs."""
 
 
+class SharedSymptom(RuntimeError):
+    """An error that every rank sees although one of them is its cause, such as NaN after a sum over the ranks."""
+
+
 class SectionCancelled(Exception):
     """All ranks agreed to stop here. Not an error: process groups stay as they are and the next section can
     start.
@@ -97,8 +101,8 @@ def describe_cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0].rstrip(".") if lines else ""
     name = type(error).__name__
-    if "OutOfMemory" in name:
-        return f"out of memory ({first})"
+    if "OutOfMemory" in name or isinstance(error, MemoryError) or "can't allocate memory" in first:
+        return f"out of memory ({first})" if first else "out of memory"
     if first and isinstance(error, (ValueError, RuntimeError, OSError)):
         return first
     return f"{name}: {first}" if first else name

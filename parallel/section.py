@@ -241,7 +241,8 @@ def open_section(
         _close(cluster, error=shared)
         if not isinstance(error, Exception):
             raise
-        raise shared from error
+        # contextlib takes a RuntimeError that comes from a StopIteration for the generator's own end, and drops it.
+        raise shared from (None if isinstance(error, StopIteration) else error)
 
 
 def _close(cluster: Cluster, *, digest: str | None = None, error: BaseException | None = None) -> None:

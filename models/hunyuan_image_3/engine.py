@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ...kernels.kernel_set import choose_kernels
+from ...parallel.checkpoint import first_not_finite
 from ...parallel.collectives import Communicator
+from ...parallel.faults import SharedSymptom
 from ...parallel.plan import ParallelPlan
 from .config import HunyuanImage3Config
 from .denoise import CfgMode, Denoiser, DenoiseRow, StepTrace, sample
@@ -22,6 +24,7 @@ from .resolution import ResolutionTable
 from .schedule import flow_sigmas
 from .sequence import CondImage, ImageRows, resolution_table
 from .text_generation import TextGenerator, TextRequest, TextResult
+from .text_rules import NotANumberError
 from .tokenizer import HunyuanTokenizer
 
 Check = Callable[[int, int], None]
@@ -29,8 +32,12 @@ Report = Callable[[dict[str, Any]], None]
 _DEFAULT = LoadOptions()
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(SharedSymptom):
     """A result holds NaN or infinity; it is never shown as a picture."""
+
+
+class DamagedWeightsError(RuntimeError):
+    """The cause of such a result: weights that were finite when they were loaded are so no more."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +119,18 @@ class Engine:
         report: Report = lambda event: None,
         trace: Callable[[torch.Tensor], None] | None = None,
     ) -> TextResult:
-        return self.text.generate(
-            request, features=features, cond_images=cond_images, check=check, report=report, trace=trace
-        )
+        try:
+            return self.text.generate(
+                request, features=features, cond_images=cond_images, check=check, report=report, trace=trace
+            )
+        except NotANumberError:
+            self._refuse_damaged_weights()
+            raise
 
     def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """``latents [b, C, h, w]`` -> ``[n, C, h, w]`` fp32; one step of somebody else's sampler."""
         out = self.denoiser.velocity(rows, latents.to(self.model.device, torch.float32), step)
-        return _require_finite(out, f"the velocity at timestep {step.timestep:g}")
+        return self._finite(out, f"the velocity at timestep {step.timestep:g}")
 
     def sample(
         self,
@@ -142,7 +153,7 @@ class Engine:
             check=check,
             trace=trace,
         )
-        return _require_finite(latent, "the final latent")
+        return self._finite(latent, "the final latent")
 
     def draw(self, request: ImageRequest) -> torch.Tensor:
         """Initial noise ``[b, C, h, w]``, one generator per picture."""
@@ -155,20 +166,30 @@ class Engine:
     def vae_decode(self, latents: torch.Tensor, *, check: Check = lambda done, total: None) -> torch.Tensor:
         """Unscaled latents ``[b, C, h, w]`` -> pixels ``[b, 3, H, W]`` fp32, nominally [-1, 1], not clamped. ``check`` runs before each block."""
         pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32), check)
-        return _require_finite(pixels, "the decoded picture")
+        return self._finite(pixels, "the decoded picture")
 
     @torch.inference_mode()
     def vae_encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pixels ``[b, 3, H, W]`` in [-1, 1] -> posterior ``mean, logvar [b, C, h, w]``, unscaled."""
         return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32))
 
+    def _finite(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        if not bool(torch.isfinite(tensor).all()):
+            self._refuse_damaged_weights()
+            raise NotFiniteError(
+                f"{what} holds NaN or infinity, so no picture is made from it; try weight dtype bf16 or fp32, or check the model files"
+            )
+        return tensor
+
+    def _refuse_damaged_weights(self) -> None:
+        name = first_not_finite(self.model.resident)
+        if name is not None:
+            raise DamagedWeightsError(
+                f"weights of {name} in this rank's memory have become NaN or infinity; the next prompt loads the model again, "
+                "and if this comes back the device's memory is faulty"
+            )
+
     def unscale(self, latent: torch.Tensor) -> torch.Tensor:
         """Diffusion latent to VAE latent (spec 4.7)."""
         vae = self.config.vae
         return latent / vae.scaling_factor + (vae.shift_factor or 0.0)
-
-
-def _require_finite(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    if not bool(torch.isfinite(tensor).all()):
-        raise NotFiniteError(f"{what} holds NaN or infinity, so no picture is made from it; try weight dtype bf16 or fp32, or check the model files")
-    return tensor

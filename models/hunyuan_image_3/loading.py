@@ -148,7 +148,7 @@ def build_model(
     if device.type == "cuda":
         order_convolutions(resident, kinds)
     around = around_modules(config, resident, kinds)
-    return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype)
+    return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype, resident=resident)
 
 
 def check_experts_fit(config: HunyuanImage3Config, plan: ParallelPlan, options: LoadOptions) -> None:

@@ -68,7 +68,10 @@ class HunyuanImage3Model:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        resident: Mapping[str, torch.Tensor],
     ):
+        """``resident``: all weights of this rank by name; ``weights`` and ``around`` are views of them."""
+        self.resident = resident
         self.config = config
         self.plan = plan
         self.comm = comm

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.checkpoint import first_not_finite
 from ...parallel.operations import OperationContext, Tensors, register
 from ...parallel.rank_record import CALL
 from ...parallel.section import Section
@@ -62,6 +63,8 @@ class EngineSlot:
         comm = context.section.communicator
         key = (arguments, context.plan, str(context.device))
         resident = self._engine is not None and self._key == key
+        if resident and self._engine.model.comm is not comm and first_not_finite(self._engine.model.resident) is not None:
+            resident = False  # a fault lies behind, and these weights were part of it
         # A rank can lose its engine alone, when it fails at the very end of a load; a load is collective, so all ranks repeat it.
         if not all(row[0] for row in comm.control_gather([int(resident)])):
             self.drop(context)

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from ...kernels.next_token import Draw, RuleTable, draw_eager, penalize_eager
+from ...parallel.faults import SharedSymptom
 from .config import HunyuanImage3Config
 from .resolution import BASE_ROWS, SQUARE_INDEX
 from .tokenizer import HunyuanTokenizer
@@ -28,6 +29,10 @@ COT_TAGS = ("<think>", "</think>", "<recaption>", "</recaption>")
 
 class TextStageError(ValueError):
     """The text stage was asked for something the checkpoint or the sampler does not have."""
+
+
+class NotANumberError(TextStageError, SharedSymptom):
+    """NaN where the next token should be chosen; all ranks see the same logits."""
 
 
 class StageRules:
@@ -186,8 +191,8 @@ def sample_token(
     return draw_eager(logits, draw, uniform)
 
 
-def nan_error(token: int) -> TextStageError:
-    return TextStageError(f"The logits of token {token} contain NaN; the weights or a kernel are broken, run doctor.")
+def nan_error(token: int) -> NotANumberError:
+    return NotANumberError(f"The logits of token {token} contain NaN; the weights or a kernel are broken, run doctor.")
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def steps(
     odd_result: int | None = None,
     sleeps: int | None = None,
     interrupts: int | None = None,
+    stops: int | None = None,
     killed: int | None = None,
     plan: str = "hybrid",
     denoise: str = "sp",
@@ -69,6 +70,8 @@ def steps(
                 raise ValueError("the toy network broke")
             if interrupts == RANK:
                 raise KeyboardInterrupt
+            if stops == RANK:
+                raise StopIteration
             if killed == RANK:
                 os.kill(os.getpid(), signal.SIGKILL)
             if sleeps == RANK:

@@ -72,6 +72,12 @@ def test_ctrl_c_stays_what_it_is_on_its_rank(ranks: RankPool) -> None:
     all_succeed(ranks.run("steps"))
 
 
+def test_the_exception_that_python_treats_as_an_end_is_a_fault_too(ranks: RankPool) -> None:
+    sentence = all_fail_alike(ranks.run("steps", stops=1), "RankFault")
+    assert sentence == "rank 1 failed in denoise (step 1 of 3): StopIteration"
+    all_succeed(ranks.run("steps"))
+
+
 def test_cancel_stops_all_ranks_at_the_same_step(ranks: RankPool) -> None:
     generation = all_succeed(ranks.run("steps"))[0]["generation"]
     sentence = all_fail_alike(ranks.run("steps", count=5, cancel_at=3), "SectionCancelled")
