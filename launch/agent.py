@@ -8,23 +8,27 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ..parallel.rank_logs import last_lines
+from .records import process_birth
 
 RANK_SCRIPT = Path(__file__).resolve().parent / "rank.py"
 MONITOR_INTERVAL_S = 0.25
 TAIL_LINES = 30
+TELLING_S = 4.0
+"""How long the other ranks live on after one was lost: rank 0 notices within two seconds and tells its user, then all are ended."""
 
 
 class LoopbackStore:
@@ -67,8 +71,11 @@ class RanksAgent(LocalElasticAgent):
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._is_ready = is_ready
         self._on_failure = on_failure
+        self._lost_at: float | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._is_ready() and self._rank_0_is_telling():
+            return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             if not self._is_ready():
@@ -77,6 +84,17 @@ class RanksAgent(LocalElasticAgent):
                 rank, failure = first_failure(result)
                 self._on_failure(f"Rank {rank} {cause_of(failure)}: all ranks are started again.")
         return result
+
+
+    def _rank_0_is_telling(self) -> bool:
+        """Has a rank been lost a moment ago that was not rank 0?"""
+        ended = [rank for rank, pid in self._pcontext.pids().items() if process_birth(pid) is None]
+        if not ended or 0 in ended:
+            self._lost_at = None
+            return False
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        return time.monotonic() - self._lost_at < TELLING_S
 
 
 def first_failure(result: RunResult) -> tuple[int, ProcessFailure]:

@@ -26,6 +26,7 @@ from ..parallel.store import StoreTimeout
 from .comfy_host import ComfyHost, Host
 from .fan_out import RankUnavailable, ask_followers
 from .follower import call_key, joined_key
+from .queue_keeper import freeze_queue
 
 _log = logging.getLogger(__name__)
 _WATCH_S = 0.2
@@ -43,7 +44,16 @@ class _Session:
 class Driver:
     """One per process, on rank 0 (or alone). Calls come from ComfyUI's executor thread, one at a time."""
 
-    def __init__(self, cluster: Cluster, host: Host, environment: LaunchEnvironment | None):
+    def __init__(
+        self,
+        cluster: Cluster,
+        host: Host,
+        environment: LaunchEnvironment | None,
+        *,
+        rank_lost: Callable[[], None] = lambda: None,
+    ):
+        """``rank_lost`` is called when the process of a rank has ended, before the error is raised."""
+        self._rank_lost = rank_lost
         self.cluster = cluster
         self._host = host
         self._environment = environment
@@ -75,13 +85,17 @@ class Driver:
             # Between prompts the flag is one that nobody has read, and not meant for this call.
             if running is not None and self._host.cancelled():
                 raise self._interrupt()
-            session = self._session_of(running)
             try:
+                session = self._session_of(running)
                 announced = self._announce(session, op, args, tensors, node_id, plan or self.cluster.plan)
                 reporting, cancelled = (report, never_cancelled) if running is None else self._watch_cancel(report)
                 return run_call(self.cluster, announced, tensors, cancelled=cancelled, report=reporting)
             except SectionCancelled:
                 raise self._interrupt() from None
+            except (SectionError, RankUnavailable):
+                if self.cluster.lost_ranks():
+                    self._rank_lost()
+                raise
             finally:
                 if running is None:
                     self._close("the call is over")
@@ -222,5 +236,5 @@ def process_driver() -> Driver:
         if _process_driver is None:
             host = ComfyHost()
             environment = LaunchEnvironment.from_environ(os.environ)
-            _process_driver = Driver(process_cluster(host.device()), host, environment)
+            _process_driver = Driver(process_cluster(host.device()), host, environment, rank_lost=freeze_queue)
         return _process_driver

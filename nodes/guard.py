@@ -17,6 +17,7 @@ from aiohttp import web
 
 from ..parallel.environment import LaunchEnvironment
 from . import status_routes
+from .queue_keeper import keep_queue
 
 SECRET_HEADER = "X-PhaseParallel-Secret"
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -39,6 +40,8 @@ def install(server: Any, environment: LaunchEnvironment | None) -> None:
         status_routes.add_routes(server.routes, environment)
     if environment is not None:
         server.app.on_startup.append(_join_launch)
+        if environment.rank == 0:
+            server.app.on_startup.append(lambda _: _keep_queue(server, environment))
 
 
 def secret_guard(environment: LaunchEnvironment) -> Callable:
@@ -60,6 +63,10 @@ def secret_guard(environment: LaunchEnvironment) -> Callable:
         return web.json_response({"error": error, "node_errors": {}}, status=403)
 
     return require_secret
+
+
+async def _keep_queue(server: Any, environment: LaunchEnvironment) -> None:
+    keep_queue(server, environment)
 
 
 async def _join_launch(_: web.Application) -> None:

@@ -6,6 +6,7 @@ that run already: {"id", "rank", "phase", "at", "kind"}; ``at`` counts the phase
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 PHASES = ("load", "AR prefill", "AR decode", "denoise", "VAE decode")
 KINDS = ("exception", "out of memory", "NaN", "SIGSTOP", "file removed", "SIGKILL")
@@ -51,6 +53,8 @@ class Injector:
             for name, tensor in self._resident().items():
                 if order["weight"] in name:
                     tensor.fill_(float("nan"))
+        if kind == "disk full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if kind == "SIGSTOP":
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "SIGKILL":
@@ -84,5 +88,11 @@ def install(package: Any, orders: Path, rank: int) -> None:
         finally:
             loading.clear()
 
+    def save(self: Any, *arguments: Any, **options: Any) -> None:
+        injector.reached("save")
+        original_save(self, *arguments, **options)
+
+    original_save = Image.Image.save
+    Image.Image.save = save
     section.Section.check = check
     checkpoint.Checkpoint.load = load

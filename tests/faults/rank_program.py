@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from aiohttp import web
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))
-sys.path.append(str(HERE.parent / "parallel"))
+sys.path.append(str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "parallel"))
 
 from injector import install
 from rank_pool import serve

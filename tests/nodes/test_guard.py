@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ def serve(environment: LaunchEnvironment | None, visit: Callable[[TestClient], A
         return web.json_response({})
 
     async def run() -> None:
-        server = SimpleNamespace(app=web.Application(middlewares=[]), routes=web.RouteTableDef())
+        queue = SimpleNamespace(mutex=threading.RLock(), queue=[], currently_running={}, history={})
+        server = SimpleNamespace(app=web.Application(middlewares=[]), routes=web.RouteTableDef(), prompt_queue=queue, number=0)
         guard.install(server, environment)
         for path in ("/prompt", "/interrupt", "/free", "/upload/image", "/queue", "/history"):
             for twin in (path, "/api" + path):

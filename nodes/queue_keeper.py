@@ -1,0 +1,118 @@
+"""Rank 0's queue survives when all ranks are started again: waiting prompts are put back, the one that ran is shown as failed.
+
+ComfyUI keeps its queue in memory, and the ranks start again together when one of them is lost. The launcher's store lives on, so the queue is
+copied there whenever it changes. Passwords and tokens of a prompt are not copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from ..parallel.environment import LaunchEnvironment
+from ..parallel.store import JsonStore, StoreUnreachable
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+_KEY = "queue"
+_PLAIN_FIELDS = 5
+"""Of a queue's item: number, prompt id, graph, extra data, outputs. What newer hosts append is secret."""
+
+LOST = (
+    "a rank was lost while this prompt ran, and all ranks were started again; queue it again if you still want it (the launcher's lines say which rank and why)"
+)
+
+
+class QueueKeeper:
+    """Copies ``server``'s queue into the launch's store, and back after a restart."""
+
+    def __init__(self, server: Any, environment: LaunchEnvironment) -> None:
+        self._server = server
+        self._restart = environment.restart_count
+        # Not below the restart's own prefix: the copy is for the ranks that come after this one.
+        self._store = JsonStore.tcp(environment.store_host, environment.store_port, environment.launch_id)
+        self._copied: tuple[list[str], list[str]] = ([], [])
+        self._lock = threading.Lock()
+        self._frozen = False
+
+    def start(self) -> None:
+        """Call when the server starts, before it takes a prompt."""
+        threading.Thread(target=self._keep, name="phase-parallel-queue", daemon=True).start()
+
+    def _keep(self) -> None:
+        try:
+            if self._restart:
+                self._put_back()
+            closed = threading.Event()
+            while not closed.wait(_LOOK_S):
+                self._copy()
+        except StoreUnreachable as error:
+            _log.warning("the queue is no longer kept: %s", error)
+        except RuntimeError as error:  # torch's store client, when the launcher has gone
+            _log.warning("the queue is no longer kept: %s", error)
+
+    def freeze(self) -> None:
+        """A rank is lost, and in a moment all are ended and started again: nothing that waits may start before that."""
+        with self._lock:
+            self._look()
+            self._frozen = True
+            with self._server.prompt_queue.mutex:
+                self._server.prompt_queue.queue.clear()
+
+    def _copy(self) -> None:
+        with self._lock:
+            if not self._frozen:
+                self._look()
+
+    def _look(self) -> None:
+        queue = self._server.prompt_queue
+        with queue.mutex:
+            running, waiting = list(queue.currently_running.values()), sorted(queue.queue, key=lambda item: item[0])
+        ids = ([item[1] for item in running], [item[1] for item in waiting])
+        if ids != self._copied:
+            self._store.set(_KEY, {"running": _plain(running), "waiting": _plain(waiting)})
+            self._copied = ids
+
+    def _put_back(self) -> None:
+        kept = self._store.find(_KEY)
+        if kept is None:
+            return
+        queue = self._server.prompt_queue
+        for item in kept["running"]:
+            _log.error("prompt %s: %s", item[1], LOST)
+            with queue.mutex:
+                queue.history[item[1]] = {"prompt": tuple(item), "outputs": {}, "status": _failed(item[1])}
+        for item in kept["waiting"]:
+            self._server.number = max(self._server.number, item[0] + 1)
+            # Hosts that have a sixth field read it without asking.
+            queue.put((*item, {}))
+        if kept["waiting"]:
+            _log.info("%d waiting prompts are in the queue again", len(kept["waiting"]))
+
+
+_process_keeper: QueueKeeper | None = None
+
+
+def keep_queue(server: Any, environment: LaunchEnvironment) -> None:
+    """Keep the queue of this process, rank 0, from now on."""
+    global _process_keeper
+    _process_keeper = QueueKeeper(server, environment)
+    _process_keeper.start()
+
+
+def freeze_queue() -> None:
+    """A rank is lost; called before its user reads so, since the next prompt starts right behind."""
+    if _process_keeper is not None:
+        _process_keeper.freeze()
+
+
+def _plain(items: list[Any]) -> list[list[Any]]:
+    return [list(item[:_PLAIN_FIELDS]) for item in items]
+
+
+def _failed(prompt_id: str) -> dict[str, Any]:
+    """A status as ComfyUI writes it for a prompt that ended with an error."""
+    details = {"prompt_id": prompt_id, "node_id": "", "node_type": "", "executed": [], "exception_type": "RanksRestarted", "traceback": []}
+    message = ["execution_error", {**details, "exception_message": LOST, "current_inputs": {}, "current_outputs": []}]
+    return {"status_str": "error", "completed": False, "messages": [message]}
