@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .folder_files import why_not_read
 from .slicing import Piece, ShardingTable, piece_elements
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -61,9 +62,9 @@ def _unique_pairs(path: Path) -> Callable[[list[tuple[str, object]]], dict]:
 
 
 def _read_json(path: Path, limit: int) -> dict:
-    size = path.stat().st_size
-    if size > limit:
-        raise CheckpointError(f"{path.name} is {size / 1e6:.0f} MB, which no checkpoint of this kind needs; this folder is not used")
+    reason = why_not_read(path, limit)
+    if reason:
+        raise CheckpointError(f"{path.name} {reason}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs(path))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -97,9 +98,11 @@ class Checkpoint:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX_NAME} names the file {name!r}, which is not a plain .safetensors file of this folder; it is not read")
         path = self.folder / name
-        # Links are followed: a Hugging Face cache folder consists of links to its blobs. A name too long for the disk raises.
-        with suppress(OSError):
+        with suppress(OSError):  # a name too long for the disk
             if path.is_file():
+                reason = why_not_read(path)
+                if reason:
+                    raise CheckpointError(f"shard {name} {reason}")
                 return path
         raise CheckpointError(f"shard {name} is missing although {INDEX_NAME} names it; download it again into {self.folder}")
 

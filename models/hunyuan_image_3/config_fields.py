@@ -10,16 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...parallel.folder_files import why_not_read
+
 
 class ConfigError(ValueError):
     """A checkpoint's configuration is missing, damaged, or of a kind this pack does not run."""
 
 
 _REQUIRED = object()
+MAX_JSON_BYTES = 16 << 20
+"""Settings have some kilobytes; tokenizer_config.json, which lists every special token, a few megabytes at most."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parse one JSON object. Raises ConfigError when the file is absent or is not a JSON object."""
+    reason = why_not_read(path, MAX_JSON_BYTES)
+    if reason:
+        raise ConfigError(f"{path} {reason}.")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -30,6 +37,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON (line {error.lineno}); download it again.") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is nested deeper than any configuration; download it again.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} does not contain a JSON object; download it again.")
     return values

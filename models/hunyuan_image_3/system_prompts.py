@@ -10,6 +10,8 @@ import ast
 from pathlib import Path
 from typing import Literal
 
+from ...parallel.folder_files import why_not_read
+
 SYSTEM_PROMPT_TYPES = (
     "None",
     "dynamic",
@@ -97,6 +99,9 @@ def read_prompt_text(path: Path) -> str:
 
 def _official_texts(source: Path) -> dict[str, str]:
     """Official types found among the module's string constants, by table keys, else by variable names."""
+    reason = why_not_read(source)
+    if reason:
+        raise SystemPromptError(f"{source} {reason}.")
     try:
         module = ast.parse(read_prompt_text(source), filename=str(source))
     except (SyntaxError, ValueError) as error:

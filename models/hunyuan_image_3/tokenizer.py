@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
+from ...parallel.folder_files import why_not_read
 from .config import HunyuanImage3Config
 from .config_fields import read_json
 from .resolution import BASE_ROWS, EXTRA_SIZES
@@ -20,6 +21,8 @@ _CLEAN_UPS = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"),
     (" n't", "n't"), (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
+MAX_TOKENIZER_BYTES = 128 << 20
+"""More than five times what the release has."""
 
 
 class TokenizerError(ValueError):
@@ -100,6 +103,9 @@ class HunyuanTokenizer:
         file = Path(path) / "tokenizer.json"
         if not file.is_file():
             raise TokenizerError(f"{file} is missing; download the complete checkpoint folder.")
+        reason = why_not_read(file, MAX_TOKENIZER_BYTES)
+        if reason:
+            raise TokenizerError(f"{file} {reason}.")
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for every kind of damage

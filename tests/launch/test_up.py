@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from loopback import listening
 
 from phase_parallel.launch.errors import LaunchError
 from phase_parallel.launch.http_json import get_json
@@ -129,18 +130,9 @@ def check_secret_is_on_no_command_line(launch_pid: int, record: LaunchRecord, se
 
 def check_only_loopback_listens(pids: list[int | None]) -> None:
     """No TCP socket of these processes listens on an address that another machine can reach."""
-    sockets = set()
-    for pid in pids:
-        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.exists()]
-        sockets |= {link[8:-1] for link in links if link.startswith("socket:[")}
-    listening = []
-    for table, loopback in (("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in sockets:
-                listening.append((table, words[1], words[1].split(":")[0] == loopback))
-    assert len(listening) >= len(pids), "each rank and the store listen"
-    assert all(local for _, _, local in listening), listening
+    found = listening([pid for pid in pids if pid is not None])
+    assert len(found) >= len(pids), "each rank and the store listen"
+    assert all(local for _, local in found), found
 
 
 def test_the_launch_package_of_any_folder_name_is_found_by_path(tmp_path: Path) -> None:

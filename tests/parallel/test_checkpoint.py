@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,14 +79,18 @@ class TestLoading:
         with pytest.raises(CheckpointError, match="forgotten was filled with 0 of 3 values; a defect of the sharding table"):
             Checkpoint(folder).load(rules, allocate(rules, DTYPES, torch.device("cpu")))
 
-    def test_linked_shards_are_read(self, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """A Hugging Face cache folder consists of links to blobs elsewhere."""
-        blobs = tmp_path_factory.mktemp("blobs")
+    def test_linked_shards_of_a_cache_are_read(self, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """A Hugging Face cache folder consists of links to the blobs beside its snapshots; the whole folder may be a link, too."""
+        cache = tmp_path_factory.mktemp("models--org--name")
+        snapshot, blobs, link = cache / "snapshots" / "0123abcd", cache / "blobs", cache / "link"
+        shutil.copytree(folder, snapshot)
+        blobs.mkdir()
         for name in (FIRST, SECOND):
-            (folder / name).rename(blobs / f"blob-{name[6:11]}")
-            (folder / name).symlink_to(blobs / f"blob-{name[6:11]}")
+            (snapshot / name).rename(blobs / f"blob-{name[6:11]}")
+            (snapshot / name).symlink_to(Path("../../blobs") / f"blob-{name[6:11]}")
+        link.symlink_to(snapshot)
         resident = allocate(table(), DTYPES, torch.device("cpu"))
-        Checkpoint(folder).load(table(), resident)
+        Checkpoint(link).load(table(), resident)
         assert torch.equal(resident["wide"], tensors()["wide"])
 
     def test_bytes_on_disk(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -52,6 +53,35 @@ class TestFiles:
     def test_broken_link_is_a_missing_shard(self, folder: Path) -> None:
         (folder / SECOND).unlink()
         (folder / SECOND).symlink_to(folder / "gone")
+        assert "is missing although" in refuses(folder)
+
+    @pytest.mark.parametrize("name", [FIRST, INDEX_NAME])
+    @pytest.mark.parametrize("how", ["absolute", "relative", "by a link", "by a link to its folder"])
+    def test_link_to_a_file_outside(self, folder: Path, tmp_path_factory: pytest.TempPathFactory, name: str, how: str) -> None:
+        """Its content is valid, so only the place can be the reason."""
+        outside = tmp_path_factory.mktemp("outside")
+        (folder / name).rename(outside / name)
+        target = {"absolute": outside / name, "relative": Path("..") / ".." / outside.relative_to(folder.parent.parent) / name}.get(how)
+        if how == "by a link":
+            (folder / "step").symlink_to(outside / name)
+            target = Path("step")
+        if how == "by a link to its folder":
+            (folder / "step").symlink_to(outside)
+            target = Path("step") / name
+        (folder / name).symlink_to(target)
+        assert (folder / name).is_file()
+        assert "is a link to a file outside of its folder, which is not followed" in refuses(folder)
+
+    def test_links_in_a_circle_and_to_devices(self, folder: Path) -> None:
+        (folder / FIRST).unlink()
+        (folder / FIRST).symlink_to(folder / "other")
+        (folder / "other").symlink_to(folder / FIRST)
+        assert "is missing although" in refuses(folder)
+        (folder / FIRST).unlink()
+        (folder / FIRST).symlink_to("/dev/zero")
+        assert "is missing although" in refuses(folder)
+        (folder / FIRST).unlink()
+        os.mkfifo(folder / FIRST)  # opened, it would wait for ever
         assert "is missing although" in refuses(folder)
 
     def test_folder_in_place_of_a_shard(self, folder: Path) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from graph_runs import GOLDEN, LEVELS, ROOT, User, distance, graph_of, node_of
+from loopback import listening
 from PIL import Image
 from reference_run import Reference
 from safetensors.torch import load_file
 from server_client import Graph
+
+from phase_parallel.launch.http_json import Refused, get_bytes
 
 WIDE = GOLDEN / "cases" / "base_t2i_wide_cfg"
 BASE = "tiny-base"
@@ -52,6 +55,24 @@ def test_saving_again_does_not_draw_again(user: User) -> None:
     assert {"HunyuanImage3Loader", "HunyuanImage3Generate"} <= set(run.cached)
     picture, _ = user.client.picture(run)
     assert distance(picture, golden_picture()) <= LEVELS
+
+
+def test_nobody_but_rank_0_tells_a_worker_what_to_do(user: User) -> None:
+    graph = {"prompt": generate_graph(), "client_id": "stranger"}
+    orders = {"prompt": graph, "interrupt": {}, "free": {"unload_models": True}, "queue": {"clear": True}, "history": {"clear": True}, "upload/image": {}}
+    for url in user.launch.urls[1:]:
+        for path, body in orders.items():
+            for prefix in ("", "/api"):
+                with pytest.raises(Refused, match="takes orders from rank 0 only") as refused:
+                    get_bytes(f"{url}{prefix}/{path}", body=body)
+                assert refused.value.status == 403
+
+
+def test_every_socket_of_the_ranks_is_on_loopback(user: User) -> None:
+    """The process groups' too, which a first picture has opened."""
+    user.run(generate_graph())
+    found = listening([user.launch.pid, *(entry.pid for entry in user.launch.record.ranks if entry.pid is not None)])
+    assert len(found) > 5 and all(local for _, local in found), found
 
 
 def test_error_is_one_sentence(user: User) -> None:
