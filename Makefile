@@ -5,7 +5,7 @@
 PYTHON ?= python3
 DEVICE ?= cpu
 
-.PHONY: setup test demo faults clean
+.PHONY: setup test demo faults soak clean
 
 setup:
 	@$(PYTHON) launch/setup_env.py --device $(DEVICE) $(if $(filter file,$(origin PYTHON)),--any-python)
@@ -16,6 +16,10 @@ test: setup
 # Every fault in every phase on three ranks, three times in a row; `make test` takes each on one rank, once.
 faults: setup
 	for round in 1 2 3; do FAULTS=all .venv/bin/python -m pytest tests/faults || exit 1; done
+
+# 500 short prompts on a real ComfyUI with random cancels and faults; SEED=number repeats a run.
+soak: setup
+	SOAK=500 .venv/bin/python -m pytest -s tests/soak
 
 demo: setup
 	.venv/bin/phase-parallel demo --device $(DEVICE)
