@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-COUNTED = {"AR": "tokens"}  # every other phase that counts, counts steps
+COUNTED = {"AR": "tokens", "VAE decode": "blocks"}  # every other phase that counts, counts steps
 # A section bears its operation's name until the operation names its phase. A demo's text is too short to show its two halves.
 FOLDED = {
     "generate_text": "AR",

@@ -272,7 +272,7 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
 def vae_decode(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """latents [b, C, h, w] unscaled -> pixels [b, 3, H, W] in [-1, 1], not clamped."""
     engine = _engine(context, args)
-    context.section.start_phase("VAE decode")
+    context.section.start_phase("VAE decode", "block")
     return {}, {"pixels": engine.vae_decode(tensors["latents"], check=context.section.check)}
 
 

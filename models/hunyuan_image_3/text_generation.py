@@ -15,6 +15,7 @@ import torch
 from ...kernels.kernel_set import KernelChoice
 from ...kernels.next_token import Draw
 from ...parallel.collectives import Communicator
+from ...parallel.faults import SectionCancelled
 from ..reduction import Reduction, ReductionChoice, choose_reduction
 from .config import HunyuanImage3Config
 from .kv_cache import KVCache
@@ -144,14 +145,28 @@ class TextGenerator:
         cache = self._model.new_cache(len(row) + limit + self._picture_room(), "prefill")
         draw = Draw(sampling.do_sample, sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
         loop = self._loop(cache, TextJob(row.tokens, limit, rules, draw, seeded_generator(sampling.seed)), trace)
-        ledger = self._model.comm.ledger
-        ledger.note("prefill", row.name())
-        check(0, limit)
-        began = time.perf_counter()
-        hidden = self._model.prefill(row, 0, len(row), cache, features)
-        loop.start(self._model.next_logits(hidden[-1:], "prefill")[0])
-        prefilled = time.perf_counter()
-        noted = 0
+        self._model.comm.ledger.note("prefill", row.name())
+        try:
+            check(0, limit)
+            began = time.perf_counter()
+            hidden = self._model.prefill(row, 0, len(row), cache, features)
+            loop.start(self._model.next_logits(hidden[-1:], "prefill")[0])
+            prefilled = time.perf_counter()
+            self._follow(loop, limit, check, report)
+            written = time.perf_counter()
+            loop.finish()
+        except SectionCancelled:
+            loop.finish()
+            raise
+        finally:
+            loop.release()
+        tokens = list(loop.tokens)
+        self._prefixes.remember_text([*row.tokens, *tokens[:-1]], features, cache)
+        return self._result(request, rules, row, tokens, prefilled - began, written - prefilled)
+
+    def _follow(self, loop: TokenLoop, limit: int, check: Callable[[int, int], None], report: Callable[[dict[str, Any]], None]) -> None:
+        """Until the text has ended."""
+        ledger, noted = self._model.comm.ledger, 0
         while True:
             for token in loop.tokens[noted:]:
                 ledger.note("decode", f"token {token}")
@@ -159,11 +174,8 @@ class TextGenerator:
             check(noted, limit)
             report({"kind": "tokens", "done": noted, "total": limit, "text": self._tokenizer.decode(list(loop.tokens))})
             if loop.done:
-                break
+                return
             loop.advance(TOKENS_PER_CHECK)
-        tokens = list(loop.tokens)
-        self._prefixes.remember_text([*row.tokens, *tokens[:-1]], features, cache)
-        return self._result(request, rules, row, tokens, prefilled - began, time.perf_counter() - prefilled)
 
     def _loop(self, cache: KVCache, job: TextJob, trace: Trace | None) -> TokenLoop:
         model = self._model

@@ -6,9 +6,11 @@ of the ranks, so every rank must call it equally often.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -73,6 +75,14 @@ class TokenLoop(Protocol):
         """Writes about ``count`` more tokens, fewer at the end."""
         ...
 
+    def finish(self) -> None:
+        """Waits for what is still under way. Not after a fault: peers may never come."""
+        ...
+
+    def release(self) -> None:
+        """Gives back what the device keeps for this text; always the last call."""
+        ...
+
 
 class HostLoop:
     """Every token passes through the host: the reference, and the way on a CPU."""
@@ -93,6 +103,12 @@ class HostLoop:
             position = len(self._job.prompt) + len(self.tokens) - 1
             self._choose(self._model.decode(self.tokens[-1], position, self._cache))
             count -= 1
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def release(self) -> None:
+        """Nothing is kept."""
 
     def _choose(self, logits: torch.Tensor) -> None:
         job, draw = self._job, self._job.draw
@@ -157,6 +173,16 @@ class DeviceLoop:
         self._launch(count)
         self._look(self._seen.popleft())
 
+    def finish(self) -> None:
+        """All ranks have launched equally many steps, so none waits for a peer that has stopped."""
+        while self._seen:
+            self._seen.popleft().read(self._fault_check)
+
+    def release(self) -> None:
+        """The graph holds on to the process group's collectives, whose groups cannot end before it."""
+        self._graph = None
+        self._seen.clear()
+
     def _advance_traced(self, count: int) -> None:
         """One step at a time, so that the host can read the logits of each."""
         while count > 0 and not self.done:
@@ -186,8 +212,8 @@ class DeviceLoop:
         reached.record()
         _await(reached, self._fault_check)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may talk to the device while this one records.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Other threads of the process may talk to the device while this one records. This one must not free anything there, which collecting garbage may.
+        with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step.launch()
         self._chooser.state[DONE] = done
         self._graph = graph
@@ -223,6 +249,18 @@ class _Snapshot:
         if self._event is not None:
             _await(self._event, fault_check)
         return self._host[:STATE_SIZE], self._host[STATE_SIZE + 1 :], int(self._host[STATE_SIZE])
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Automatic garbage collection rests."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _await(event: torch.cuda.Event, fault_check: Callable[[], None]) -> None:

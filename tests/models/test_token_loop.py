@@ -22,7 +22,7 @@ from phase_parallel.models.hunyuan_image_3.text_rules import StageRules, TextSta
 from phase_parallel.models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, choose_decode
 from phase_parallel.models.reduction import GroupReduction
 from phase_parallel.parallel.collectives import Communicator
-from phase_parallel.parallel.faults import Fault, RankFault
+from phase_parallel.parallel.faults import Fault, RankFault, SectionCancelled
 from phase_parallel.parallel.plan import ParallelPlan
 
 pytest.importorskip("triton")
@@ -173,6 +173,28 @@ def test_the_fault_behind_a_failed_reduction_is_told(folders: dict[str, Path], m
     loop, first = begin(engine, DeviceLoop, REQUEST, GREEDY)
     with pytest.raises(RankFault, match=r"^rank 1 failed in AR \(token 1 of 60\): the process has ended$"):
         loop.start(first)
+
+
+@pytest.mark.parametrize(("error", "want"), [(SectionCancelled("cancelled"), ["finish", "release"]), (OSError("the disk is full"), ["release"])])
+def test_a_text_that_is_broken_off_leaves_nothing_under_way(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception, want: list[str]
+) -> None:
+    """A cancel waits for the steps that all ranks have launched; after a fault peers may be missing, so nobody waits."""
+    calls: list[str] = []
+    for name in ("finish", "release"):
+        kept = getattr(DeviceLoop, name)
+        monkeypatch.setattr(DeviceLoop, name, lambda loop, name=name, kept=kept: (calls.append(name), kept(loop)))
+
+    def check(done: int, total: int) -> None:
+        if done > 4:
+            raise error
+
+    def body(plan: ParallelPlan, comm: Communicator) -> None:
+        Engine.load(folders["spec"], plan, comm, LoadOptions(decode="graph"), device=DEVICE).generate_text(REQUEST, check=check)
+
+    with pytest.raises(type(error)):
+        run_ranks(body, "single", world_size=1)
+    assert calls == want
 
 
 @pytest.mark.parametrize("layout", ["micro_major", "expert_major"])
