@@ -7,6 +7,7 @@ be the first to import torch, and this pack must not be imported here under a se
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -27,6 +28,12 @@ def die_with(parent: int) -> None:
         os._exit(EXIT_ENDED_BY_ITSELF)
 
 
+def write_stacks_on_request() -> None:
+    """The stacks of all threads go to this rank's log when it crashes, and on SIGUSR1, even while it waits in a collective."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+
+
 def own_device(local_rank: int, visible: str | None) -> str:
     """The one device of this rank: entry `local_rank` of what the user made visible."""
     devices = [word for word in (visible or "").split(",") if word]
@@ -36,6 +43,7 @@ def own_device(local_rank: int, visible: str | None) -> str:
 def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
     die_with(plan["agent_pid"])
+    write_stacks_on_request()
     # Both end the process at once: a rank that waits in a collective cannot run a Python handler, and
     # everything that it writes for itself lies in the run folder, which the launcher removes.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

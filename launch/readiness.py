@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..parallel.stacks import ask_for_stacks
 from .http_json import Refused, get_json
-from .records import LaunchRecord
+from .records import LaunchRecord, RankEntry
 
 POLL_S = 0.3
 # Four ranks on two cores import torch and ComfyUI in about 30 s; a slow disk or a cold cache takes several
 # times that.
 START_TIMEOUT_S = 600.0
+STACKS_S = 0.5
+"""What a rank needs to write its stacks, and the agent to show them."""
+
 STATUS_ROUTE = "/phase_parallel/status"
 
 
@@ -77,11 +81,7 @@ class ReadinessWatch(threading.Thread):
             if all(entry.ready for entry in self._record.ranks):
                 self._become_ready()
             elif time.monotonic() > deadline:
-                late = ", ".join(str(entry.rank) for entry in self._record.ranks if not entry.ready)
-                self._give_up(
-                    f"Rank {late} did not answer within {self._timeout_s:.0f} s of its start; "
-                    "see its lines above."
-                )
+                self._give_up_waiting([entry for entry in self._record.ranks if not entry.ready])
 
     def _reports(self) -> dict[int, dict[str, int]]:
         """What rank.py wrote about each rank that has begun: its process id and how often the ranks were
@@ -133,6 +133,12 @@ class ReadinessWatch(threading.Thread):
         self._record.state = "ready"
         self._record.write()
         self._say(f"Ready: {self._record.url}")
+
+    def _give_up_waiting(self, late: list[RankEntry]) -> None:
+        if any([ask_for_stacks(entry.pid) for entry in late if entry.pid is not None]):
+            self._stopped.wait(STACKS_S)
+        who = ", ".join(str(entry.rank) for entry in late)
+        self._give_up(f"Rank {who} did not answer within {self._timeout_s:.0f} s of its start; see its lines above.")
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason

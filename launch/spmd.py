@@ -20,7 +20,7 @@ from ..parallel.store import JsonStore
 from .agent import LoopbackStore
 from .errors import LaunchError
 from .paths import PACK_ROOT
-from .rank import die_with
+from .rank import die_with, write_stacks_on_request
 
 AS_RANK = "--as-rank"
 
@@ -67,6 +67,7 @@ def start_ranks(command: Sequence[str], options: dict[str, Any]) -> None:
 def joined(options: dict[str, Any], *, name: str, timeout_s: float) -> Iterator[Cluster]:
     """In one of those processes: its place in the cluster. On CUDA it sees one device, its own, as a rank of a launch does."""
     die_with(options["agent_pid"])
+    write_stacks_on_request()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     device = torch.device("cpu")

@@ -7,6 +7,7 @@ what the user reads.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import traceback
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from .cluster import Cluster
 from .collectives import CollectiveError, CollectiveTimeout
 from .faults import Fault, SectionError, SharedSymptom, describe_cause
+from .stacks import ask_ranks_for_stacks
 
 _log = logging.getLogger(__name__)
 _CAUSE_PATIENCE_S = 2.0
@@ -39,6 +41,17 @@ def share_fault(cluster: Cluster, error: BaseException) -> SectionError:
     return cluster.fail(fault)
 
 
+def timeout_of(cluster: Cluster, ranks: tuple[int, ...], *, site: str | None = None) -> Fault:
+    """``ranks`` (unknown when empty) did not answer. Those of this machine write to their logs where they are, before anybody lets go of
+    them; of the ranks that wait the first one asks.
+    """
+    key = f"stacks/{cluster.generation}/{socket.gethostname()}"
+    if cluster.store.set_first(key, cluster.rank) == cluster.rank:
+        asked = ask_ranks_for_stacks(cluster.records(), ranks)
+        _log.warning("rank %d waited for %g s; the logs of ranks %s say where they are", cluster.rank, cluster.timeout_s, list(asked))
+    return cluster.fault("timeout", ranks, f"{cluster.timeout_s:g} s", site=site)
+
+
 def let_go(error: BaseException) -> None:
     """Forget the local variables behind ``error``, before the groups are destroyed.
 
@@ -56,7 +69,7 @@ def _diagnose(cluster: Cluster, error: BaseException) -> Fault:
     if isinstance(error, CollectiveTimeout):
         cluster.look_for_fault()
         silent = cluster.lost_ranks() or cluster.stale_ranks(max(cluster.timeout_s / 2, _SILENCE_S))
-        return cluster.fault("timeout", silent or cluster.busy_ranks(), f"{cluster.timeout_s:g} s")
+        return timeout_of(cluster, silent or cluster.busy_ranks())
     if _lost_a_peer(error) or (isinstance(error, SharedSymptom) and cluster.world_size > 1):
         # A peer that fails publishes first and disconnects then; one that is killed publishes nothing.
         deadline = time.monotonic() + _CAUSE_PATIENCE_S

@@ -20,7 +20,7 @@ import torch
 
 from .cluster import Cluster
 from .collectives import Communicator
-from .diagnosis import let_go, share_fault
+from .diagnosis import let_go, share_fault, timeout_of
 from .faults import SectionCancelled, SectionError, describe_cause, name_ranks
 from .ledger import first_difference
 from .plan import ParallelPlan
@@ -151,8 +151,7 @@ class Section:
             return cluster.store.collect(keys, cluster.timeout_s, cluster.fault_check)
         except StoreTimeout as error:
             missing = tuple(int(key.rpartition("/")[2]) for key in error.missing)
-            fault = cluster.fault("timeout", missing, f"{cluster.timeout_s:g} s", site=doing)
-            raise cluster.fail(fault) from error
+            raise cluster.fail(timeout_of(cluster, missing, site=doing)) from error
 
     def _enter(self, number: int | None, generation: int | None) -> None:
         """The handshake. ``number`` and ``generation`` come from rank 0's announcement, if there is one."""

@@ -167,6 +167,16 @@ def test_a_stop_takes_everything_down(stand_in: Path, tmp_path: Path, stop: sign
         assert what_is_left(record) == []
 
 
+def test_a_rank_writes_its_stacks_to_its_log_when_asked(stand_in: Path) -> None:
+    with Launch(ranks=1, environment={"COMFYUI_DIR": str(stand_in)}) as launch:
+        os.kill(launch.record.ranks[0].pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while "serve_forever" not in launch.log and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert get_json(launch.url + "/system_stats"), "the rank goes on"
+        assert any(line.startswith("[rank 0] ") and " in serve_forever" in line for line in launch.log.splitlines())
+
+
 def test_a_killed_rank_brings_all_ranks_back(stand_in: Path, tmp_path: Path) -> None:
     options = ("--ranks", "2", "--restarts", "1")
     with started(*options, comfyui=stand_in, base=tmp_path / "base") as (process, record):

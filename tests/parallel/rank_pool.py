@@ -6,10 +6,13 @@ Starting four torch processes takes six seconds on two cores, a scenario takes m
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -18,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+
+from phase_parallel.parallel.stacks import ask_for_stacks
 
 _MARK = "@@reply "
 _START_TIMEOUT_S = 240.0
@@ -48,6 +53,7 @@ class RankPool:
         # wait_for_workers would count connections, and ranks open several.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.store_address = f"127.0.0.1:{self._store.port}"
+        self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
         self._replies: Queue[tuple[int, dict]] = Queue()
         self.processes = [
             self._start(program, rank, environment(rank, self.store_address) if environment else {})
@@ -61,6 +67,7 @@ class RankPool:
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "STORE": self.store_address,
+            "STACKS": str(self._stacks_of(rank)),
             "OMP_NUM_THREADS": "1",
             # As the launcher does: a machine's own name need not resolve.
             "GLOO_SOCKET_IFNAME": "lo",
@@ -99,9 +106,21 @@ class RankPool:
                 rank, reply = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
             except Empty:
                 silent = sorted(set(ranks) - set(replies))
-                raise AssertionError(f"ranks {silent} did not reply within {timeout_s} s") from None
+                for rank in silent:
+                    ask_for_stacks(self.processes[rank].pid)
+                time.sleep(0.5)
+                stacks = "\n".join(f"rank {rank}:\n{self.stacks(rank)}" for rank in silent)
+                raise AssertionError(f"ranks {silent} did not reply within {timeout_s} s\n{stacks}") from None
             replies[rank] = Reply(**reply)
         return replies
+
+    def stacks(self, rank: int) -> str:
+        """What a rank wrote about its threads, each time that it was asked."""
+        path = self._stacks_of(rank)
+        return path.read_text() if path.exists() else ""
+
+    def _stacks_of(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stacks{rank}.txt"
 
     def run(self, scenario: str, *, timeout_s: float = 30.0, **arguments: Any) -> list[Reply]:
         """Run on all ranks; replies by rank."""
@@ -115,10 +134,13 @@ class RankPool:
             process.wait()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.close()
+        self._folder.cleanup()
 
 
 def serve(scenarios: dict[str, Callable[..., Any]]) -> None:
     """Child side: run what the parent asks for until it hangs up."""
+    stacks = open(os.environ["STACKS"], "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     _reply(Reply("ready", "", "", 0.0))
     for line in sys.stdin:
         request = json.loads(line)

@@ -171,6 +171,24 @@ def test_a_stopped_rank_is_named(ranks: RankPool) -> None:
     all_succeed(ranks.run("steps"))
 
 
+def test_a_rank_that_hangs_is_asked_where(ranks: RankPool) -> None:
+    all_succeed(ranks.run("steps"))
+    before = len(ranks.stacks(1))
+    sentence = all_fail_alike([reply for reply in ranks.run("steps", sleeps=1) if reply.error_type], "SectionTimeout")
+    assert sentence.startswith("rank 1 did not answer within 4 s in denoise (step ")
+    stacks = ranks.stacks(1)[before:]
+    assert stacks.count('section_program.py", line') and " in steps" in stacks
+    assert stacks.count("Current thread") == 1, "one of the ranks that wait asks"
+    all_succeed(ranks.run("steps"))
+
+
+def test_a_pool_that_waits_in_vain_shows_the_stacks(ranks: RankPool) -> None:
+    started = ranks.start("late", seconds=2.0, rank=3)
+    with pytest.raises(AssertionError, match=r"(?s)did not reply within 1.0 s.*rank 3:.* in late"):
+        ranks.collect(started, 1.0)
+    ranks.collect(started, 20.0)
+
+
 def test_a_killed_rank_is_named(ranks: RankPool) -> None:
     """Last: the pool has three ranks afterwards."""
     all_succeed(ranks.run("steps"))
