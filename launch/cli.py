@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..bench.errors import BenchError
+from ..parallel.plan import PLAN_NAMES
 from ..parallel.rank_logs import MAXIMUM_LINES
 from .errors import LaunchError
 
@@ -70,6 +71,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--ranks", type=int, help="number of processes (default: one per CUDA device, or 4 on a CPU)"
     )
     up.add_argument(
+        "--plan",
+        choices=("auto", *PLAN_NAMES),
+        default="auto",
+        help="what 'auto' means in the loader (default: it chooses by the ranks and their memory)",
+    )
+    up.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     up.add_argument(
@@ -121,6 +128,7 @@ def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     return up(
         UpOptions(
             ranks=options.ranks,
+            plan=None if options.plan == "auto" else options.plan,
             device=options.device,
             port=options.port,
             models=tuple(options.model),

@@ -42,6 +42,7 @@ class Launch:
         self,
         *,
         ranks: int = 4,
+        plan: str = "auto",
         device: str = "cpu",
         models: Sequence[Path] = (),
         comfy_flags: Sequence[str] = (),
@@ -50,7 +51,7 @@ class Launch:
         timeout_s: float = 600.0,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        self._options = ["--ranks", str(ranks), "--device", device, "--restarts", str(restarts)]
+        self._options = ["--ranks", str(ranks), "--plan", plan, "--device", device, "--restarts", str(restarts)]
         for model in models:
             self._options += ["--model", str(model)]
         self._comfy_flags = list(comfy_flags)

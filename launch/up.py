@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..parallel import environment as names
+from ..parallel.plan import PlanError, PlanName, make_plan
 from .errors import LaunchError
 from .find_host import find_host
 from .host import (
@@ -58,6 +59,7 @@ class UpOptions:
     """What the user asked for; None means "choose"."""
 
     ranks: int | None = None
+    plan: PlanName | None = None
     device: str = "auto"
     port: int | None = None
     models: tuple[Path, ...] = ()
@@ -91,6 +93,7 @@ def up(options: UpOptions) -> int:
         with only_launch_in(lock_folder):
             live_records()  # removes what a killed launch left behind
             device, world_size = choose_device(options.device, options.ranks)
+            check_plan(options.plan, world_size)
             ports = choose_ports(world_size, options.port)
             make_base(host, base, PACK_ROOT)
             url = f"http://{reachable_address(first_flags)}:{ports[0]}"
@@ -154,6 +157,15 @@ def choose_device(asked: str, ranks: int | None) -> tuple[str, int]:
     return "cuda", ranks or found
 
 
+def check_plan(name: PlanName | None, world_size: int) -> None:
+    """Raises LaunchError for a plan that so many ranks cannot follow."""
+    if name is not None:
+        try:
+            make_plan(name, world_size=world_size)
+        except PlanError as error:
+            raise LaunchError(f"--plan {name} is not possible with {world_size} ranks: {error}.") from None
+
+
 def _make_record(host: ComfyHost, base: Path, device: str, ports: tuple[int, ...], url: str) -> LaunchRecord:
     born = process_birth(os.getpid())
     assert born is not None
@@ -185,10 +197,10 @@ def _run(
 
     store = LoopbackStore()
     # The secret travels in the environment alone: a command line is visible to every user of the machine.
-    os.environ.update(launch_environment(record, store.port, models, secrets.token_hex(32)))
+    os.environ.update(launch_environment(record, store.port, options.plan, models, secrets.token_hex(32)))
     run_folder = Path(record.run_folder)
     plan = run_folder / "plan.json"
-    plan.write_text(json.dumps(make_plan(host, record, flags)))
+    plan.write_text(json.dumps(rank_instructions(host, record, flags)))
     say(f"Starting {len(record.ranks)} ranks on {record.device} in ComfyUI {record.comfyui}")
     urls = [record.url] + [f"http://127.0.0.1:{entry.port}" for entry in record.ranks[1:]]
     watch = ReadinessWatch(record, say, urls=urls)
@@ -223,7 +235,7 @@ def _ignore_signals() -> None:
 
 
 def launch_environment(
-    record: LaunchRecord, store_port: int, models: tuple[Path, ...], secret: str
+    record: LaunchRecord, store_port: int, plan: PlanName | None, models: tuple[Path, ...], secret: str
 ) -> dict[str, str]:
     """The variables that all ranks share; torchrun's agent adds RANK, WORLD_SIZE and LOCAL_RANK."""
     world_size = len(record.ranks)
@@ -242,10 +254,11 @@ def launch_environment(
         names.PORTS: ",".join(str(entry.port) for entry in record.ranks),
         names.DEVICE: record.device,
         names.LOGS: str(logs_of(record)),
+        names.PLAN: plan or "",
     }
 
 
-def make_plan(host: ComfyHost, record: LaunchRecord, flags: tuple[list[str], list[str]]) -> dict[str, object]:
+def rank_instructions(host: ComfyHost, record: LaunchRecord, flags: tuple[list[str], list[str]]) -> dict[str, object]:
     """What rank.py reads: the script to become, and each rank's arguments and variables. Makes the ranks'
     folders.
     """

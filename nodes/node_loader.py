@@ -62,8 +62,8 @@ class HunyuanImage3Loader:
                         "default": AUTO,
                         "tooltip": "How the ranks share the weights. 'hybrid': two or more copies, fastest. "
                         "'tp': one copy over all GPUs, "
-                        "least memory. 'single': one GPU. 'auto' chooses by the number of ranks and their "
-                        "memory; the node shows which.",
+                        "least memory. 'single': one GPU. 'auto' is what `up --plan` says, or else chosen by the number of "
+                        "ranks and their memory; the node shows which.",
                     },
                 ),
             },

@@ -17,7 +17,11 @@ def choose(cluster: Cluster, *, folder: str, **choices: str) -> tuple[ParallelPl
     Raises PlanError when a choice does not fit the ranks or their memory.
     """
     return resolve_plan(
-        folder, world_size=cluster.world_size, free_bytes_per_rank=free_bytes_per_rank(cluster), **choices
+        folder,
+        world_size=cluster.world_size,
+        free_bytes_per_rank=free_bytes_per_rank(cluster),
+        at_start=cluster.asked_plan,
+        **choices,
     )
 
 

@@ -21,7 +21,7 @@ from .environment import DEFAULT_TIMEOUT_S, LaunchEnvironment
 from .faults import Fault, FaultKind, SectionError
 from .groups import ProcessGroups
 from .heartbeat import BEAT_S, Hearts, ended_ranks
-from .plan import ParallelPlan, make_plan
+from .plan import ParallelPlan, PlanName, make_plan
 from .rank_record import RankRecord, RecordKeeper
 from .store import JsonStore, StoreUnreachable
 
@@ -42,6 +42,7 @@ class Cluster:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         launch_id: str = "",
         url: str = "",
+        asked_plan: PlanName | None = None,
     ):
         self.store = store
         self.rank = rank
@@ -49,6 +50,8 @@ class Cluster:
         self.device = device
         self.timeout_s = timeout_s
         self.launch_id = launch_id
+        self.asked_plan = asked_plan
+        """What ``auto`` means, where the user of the launch said so."""
         record = RankRecord(rank, os.getpid(), socket.gethostname(), url, str(device))
         self.record = RecordKeeper(record)
         self.generation = 0
@@ -83,6 +86,7 @@ class Cluster:
             timeout_s=environment.timeout_s,
             launch_id=environment.launch_id,
             url=environment.url(environment.rank),
+            asked_plan=environment.plan,
         )
         cluster.start()
         return cluster
@@ -107,10 +111,8 @@ class Cluster:
 
     def _first_plan(self) -> ParallelPlan:
         """Until a model chooses: what ``auto`` chooses where memory allows, so that the groups can stay."""
-        if self.world_size == 1:
-            return make_plan("single", world_size=1)
-        name = "hybrid" if self.world_size in (4, 8) else "tp"
-        return make_plan(name, world_size=self.world_size, rank=self.rank)
+        usual: PlanName = "single" if self.world_size == 1 else "hybrid" if self.world_size in (4, 8) else "tp"
+        return make_plan(self.asked_plan or usual, world_size=self.world_size, rank=self.rank)
 
     # Sections: numbers and generations
 
@@ -191,9 +193,7 @@ class Cluster:
         return Fault(kind, ranks, phase, reached if site is None else site, message)
 
     def fail(self, fault: Fault) -> SectionError:
-        """Publish ``fault``, free the peers, and return what to raise: the generation's first fault, whoever
-        saw it.
-        """
+        """Publish ``fault``, free the peers, and return what to raise: the generation's first fault, whoever saw it."""
         if not self._open:
             # Before the handshake there is no generation whose peers could be told.
             return fault.error()
@@ -202,9 +202,7 @@ class Cluster:
         return standing.error()
 
     def retire(self) -> None:
-        """End this generation on this rank. Destroying groups makes peers that wait in them fail within
-        milliseconds.
-        """
+        """End this generation on this rank. Destroying groups makes peers that wait in them fail within milliseconds."""
         with self._lock:
             self._open, self._fault = False, None
             communicator, self.communicator = self.communicator, None
@@ -288,9 +286,7 @@ _process_cluster: Cluster | None = None
 
 
 def process_cluster(device: torch.device) -> Cluster:
-    """The cluster of this process, made at the first call. ``device`` counts only when our launcher did not
-    start us.
-    """
+    """The cluster of this process, made at the first call. ``device`` counts only when our launcher did not start us."""
     global _process_cluster
     with _process_lock:
         if _process_cluster is None:

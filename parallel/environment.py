@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from .plan import PlanError, PlanName, make_plan
+
 STORE = "PHASE_PARALLEL_STORE"
 SECRET = "PHASE_PARALLEL_SECRET"
 LAUNCH_ID = "PHASE_PARALLEL_LAUNCH_ID"
@@ -22,6 +24,8 @@ MODEL_DIRS = "PHASE_PARALLEL_MODEL_DIRS"
 RANDOM_WEIGHTS = "PHASE_PARALLEL_RANDOM_WEIGHTS"
 """``allowed`` where a benchmark started the ranks: folders without weights may be loaded with random ones."""
 LOGS = "PHASE_PARALLEL_LOGS"
+PLAN = "PHASE_PARALLEL_PLAN"
+"""What the loader's ``auto`` means in this launch; left out where it is to choose itself."""
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
@@ -58,6 +62,8 @@ class LaunchEnvironment:
     restart_count: int
     logs: str = ""
     """Folder of what all ranks write; empty where the launcher keeps none."""
+    plan: PlanName | None = None
+    """What ``auto`` means in this launch; None: what fits the ranks and their memory."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -93,6 +99,7 @@ class LaunchEnvironment:
             model_dirs=tuple(part for part in environ.get(MODEL_DIRS, "").split(os.pathsep) if part),
             restart_count=_integer(environ, RESTART_COUNT, 0, 1 << 20, default=0),
             logs=environ.get(LOGS, ""),
+            plan=_plan(environ, world_size),
         )
 
     @property
@@ -124,6 +131,7 @@ class LaunchEnvironment:
             LOCAL_RANK: str(self.local_rank),
             RESTART_COUNT: str(self.restart_count),
             LOGS: self.logs,
+            PLAN: self.plan or "",
         }
 
 
@@ -158,6 +166,16 @@ def _integer(
     environ: Mapping[str, str], name: str, low: int, high: int, *, default: int | None = None
 ) -> int:
     return int(_number(environ, name, int, low, high, default))
+
+
+def _plan(environ: Mapping[str, str], world_size: int) -> PlanName | None:
+    name = environ.get(PLAN, "")
+    if not name:
+        return None
+    try:
+        return make_plan(name, world_size=world_size).name
+    except PlanError as error:
+        raise EnvironmentProblem(f"{PLAN}={name!r} cannot be used: {error}") from None
 
 
 def _address(environ: Mapping[str, str]) -> tuple[str, int]:

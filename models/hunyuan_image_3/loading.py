@@ -15,7 +15,7 @@ from ...kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS, KernelChoice, Mo
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
 from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_not_finite, tensor_digests
 from ...parallel.collectives import Communicator
-from ...parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
+from ...parallel.plan import PHASES, ParallelPlan, PlanError, PlanName, choose_plan, make_plan
 from ...parallel.slicing import ShardingTable
 from ..reduction import ReductionChoice, why_not_reduction
 from .config import HunyuanImage3Config
@@ -228,14 +228,19 @@ def resolve_plan(
     denoise: str = "auto",
     attention: str = "auto",
     weight_dtype: WeightDtype = "auto",
+    at_start: PlanName | None = None,
 ) -> tuple[ParallelPlan, str]:
     """The plan that the loader's choices mean here, and why. Rank 0 decides; the others receive the result.
+
+    ``at_start``: what ``auto`` means in this launch, if its user has said so.
 
     Raises:
         PlanError: a choice does not fit the number of ranks or the memory.
     """
     reason = f"{name}: chosen in the loader"
-    if name == "auto":
+    if name == "auto" and at_start is not None:
+        name, reason = at_start, f"{at_start}: chosen at start"
+    elif name == "auto":
         split, replicated = weight_bytes(HunyuanImage3Config.from_folder(folder), weight_dtype)
         name, reason = choose_plan(
             world_size, free_bytes_per_rank=free_bytes_per_rank, sharded_bytes=split, replicated_bytes=replicated

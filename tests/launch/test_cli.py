@@ -36,6 +36,8 @@ def test_up_hands_over_its_options(asked: list[UpOptions]) -> None:
         "up",
         "--ranks",
         "2",
+        "--plan",
+        "tp",
         "--device",
         "cpu",
         "--port",
@@ -51,6 +53,7 @@ def test_up_hands_over_its_options(asked: list[UpOptions]) -> None:
     assert asked == [
         UpOptions(
             ranks=2,
+            plan="tp",
             device="cpu",
             port=9000,
             models=(Path("a"), Path("b")),

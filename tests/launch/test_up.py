@@ -84,6 +84,7 @@ def test_ranks_start_and_leave_nothing_behind(
     with Launch(
         ranks=3,
         models=[model],
+        plan="tp",
         comfy_flags=["--preview-method", "auto"],
         environment={"COMFYUI_DIR": str(any_stand_in)},
         announce=said.append,
@@ -114,6 +115,7 @@ def check_environments(found: list[dict[str, str]], record: LaunchRecord, model:
         ("PHASE_PARALLEL_LAUNCH_ID", record.launch_id),
         ("PHASE_PARALLEL_DEVICE", "cpu"),
         ("PHASE_PARALLEL_MODEL_DIRS", str(model)),
+        ("PHASE_PARALLEL_PLAN", "tp"),
         ("GLOO_SOCKET_IFNAME", "lo"),
     ):
         assert {each[name] for each in found} == {value}
@@ -223,6 +225,8 @@ def test_bad_requests_end_before_any_rank_starts(stand_in: Path, tmp_path: Path)
         for options, sentence in (
             (["--port", port], f"Port {port} is in use"),
             (["--ranks", "0"], "--ranks 0 is not possible"),
+            (["--ranks", "3", "--plan", "hybrid"], "--plan hybrid is not possible with 3 ranks: plan hybrid needs an even number of ranks"),
+            (["--ranks", "2", "--plan", "single"], "--plan single is not possible with 2 ranks: plan single uses 1 rank"),
             (["--model", str(tmp_path / "none")], "is not a folder"),
             (["--", "--bogus"], "has no flag --bogus"),
             (["--device", "cuda", "--ranks", "64"], "64 ranks need 64 CUDA devices"),

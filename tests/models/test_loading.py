@@ -283,10 +283,15 @@ class TestPlanChoice:
             (dict(denoise="cfg"), "hybrid: AR TP4 · denoise TP2×CFG2"),
             (dict(name="tp"), "tp: AR TP4 · denoise TP4"),
             (dict(world_size=1), "single: one rank"),
+            (dict(at_start="tp"), "tp: AR TP4 · denoise TP4"),
+            (dict(at_start="tp", name="hybrid"), "hybrid: AR TP4 · denoise TP2×SP2 (ulysses)"),
         ],
     )
     def test_choices_of_the_loader(self, eight_ways: Path, choices: dict, text: str) -> None:
         assert self.resolve(eight_ways, **choices)[0] == text
+
+    def test_what_the_launch_was_asked_for_is_said(self, eight_ways: Path) -> None:
+        assert self.resolve(eight_ways, at_start="tp")[1] == "tp: chosen at start"
 
     @pytest.mark.parametrize(
         ("choices", "message"),

@@ -22,12 +22,13 @@ LAUNCH = LaunchEnvironment(
     device="cuda",
     model_dirs=("/models", "/more models"),
     restart_count=1,
+    plan="hybrid",
 )
 
 
 def test_round_trip() -> None:
     assert LaunchEnvironment.from_environ(LAUNCH.to_environ()) == LAUNCH
-    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1")
+    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1", plan=None)
     assert LaunchEnvironment.from_environ(shorter.to_environ()) == shorter
 
 
@@ -43,10 +44,11 @@ def test_what_may_be_left_out() -> None:
         names.MODEL_DIRS,
         names.LOCAL_RANK,
         names.RESTART_COUNT,
+        names.PLAN,
     ):
         del environ[name]
     launch = LaunchEnvironment.from_environ(environ)
-    assert launch == replace(LAUNCH, device="cpu", model_dirs=(), restart_count=0)
+    assert launch == replace(LAUNCH, device="cpu", model_dirs=(), restart_count=0, plan=None)
 
 
 def test_derived() -> None:
@@ -72,6 +74,8 @@ def test_derived() -> None:
         (names.TIMEOUT_S, "soon", "PHASE_PARALLEL_TIMEOUT_S='soon' is not a number"),
         (names.TIMEOUT_S, "0", "is out of range; use a number from 1 to 86400"),
         (names.TIMEOUT_S, "nan", "is out of range"),
+        (names.PLAN, "fast", "PHASE_PARALLEL_PLAN='fast' cannot be used: unknown plan 'fast'; choose one of"),
+        (names.PLAN, "single", "PHASE_PARALLEL_PLAN='single' cannot be used: plan single uses 1 rank but 4 are running"),
         (names.DEVICE, "tpu", "PHASE_PARALLEL_DEVICE='tpu' is not a device kind; use cpu or cuda"),
     ],
 )
