@@ -111,9 +111,10 @@ def unload() -> None:
     driver.call(f"{MODEL}.unload", {}, {}, node_id="4")
 
 
-def last_error() -> str:
-    """What this rank's last section ended with."""
-    return cluster.record.to_json()["error"]
+def error_since(moment: float) -> str:
+    """What a section of this rank ended with after ``moment``, empty when all went well."""
+    record = cluster.record.to_json()
+    return record["error"] if record["error_at"] is not None and record["error_at"] > moment else ""
 
 
 def execute() -> None:
@@ -145,4 +146,4 @@ if __name__ == "__main__":
     if RANK != 0:
         threading.Thread(target=execute, daemon=True).start()
         threading.Thread(target=lambda: asyncio.run(run_server()), daemon=True).start()
-    serve({scenario.__name__: scenario for scenario in (prompt, unload, last_error)})
+    serve({scenario.__name__: scenario for scenario in (prompt, unload, error_since)})

@@ -124,7 +124,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def run_with_fault(ranks: Ranks, kind: str, phase: str, rank: int) -> tuple[str, float]:
     """The sentence and the seconds from the fault to it."""
     ranks.order(kind, phase, rank)
-    pid = ranks.pool.processes[rank].pid
+    pid, ordered_at = ranks.pool.processes[rank].pid, time.time()
     asked = ranks.pool.start("prompt", ranks=[0], prompt_id=str(uuid.uuid4()))
     if rank != 0 or kind not in ("SIGSTOP", "SIGKILL"):
         reply = ranks.pool.collect(asked, 60.0)[0]
@@ -133,7 +133,7 @@ def run_with_fault(ranks: Ranks, kind: str, phase: str, rank: int) -> tuple[str,
         return f"{reply.error_type}: {reply.error}", reply.seconds
     # Nobody is left to tell on rank 0; the others must not wait for it.
     start = time.monotonic()
-    while not (said := ranks.ask("last_error", rank=1).result):
+    while not (said := ranks.ask("error_since", rank=1, moment=ordered_at).result):
         assert time.monotonic() - start < 2 * LIMIT_S, "rank 1 still waits for rank 0"
         time.sleep(0.2)
     seconds = time.monotonic() - start
