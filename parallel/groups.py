@@ -6,6 +6,7 @@ is what frees a peer that waits inside a collective) and the next section create
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -86,9 +87,12 @@ class ProcessGroups:
     def abort(self) -> None:
         """As ``destroy``, and NCCL's kernels that wait for a peer end first: ``destroy`` alone would wait for them, and so for the peer."""
         try:
-            if self.backend == "nccl":
-                for group in self._by_ranks.values():
-                    group.abort()
+            if self.backend == "nccl" and self._by_ranks:
+                # All at once: to end one group NCCL frees memory, which waits for the whole device, and so for kernels of the next group.
+                with ThreadPoolExecutor(len(self._by_ranks), thread_name_prefix="phase-parallel-abort") as pool:
+                    ended = [pool.submit(group.abort) for group in self._by_ranks.values()]
+                for end in ended:
+                    end.result()
         finally:
             self.destroy()
 

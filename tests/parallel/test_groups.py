@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -71,3 +73,13 @@ def test_kernels_that_wait_end_before_the_groups(backend: str, want: list[str], 
     with pytest.raises(RuntimeError, match=failure) if failure and backend == "nccl" else nullcontext():
         groups.abort()
     assert log == want and not groups.alive
+
+
+def test_groups_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one group waits for the device, on which a kernel of another one may still wait for its peer."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    together = threading.Barrier(3)
+    waiting = SimpleNamespace(abort=lambda: together.wait(timeout=5))
+    groups = ProcessGroups(make_plan("hybrid", world_size=4), {(0, 1): waiting, (0, 1, 2, 3): waiting, (0, 2): waiting}, None, "nccl")
+    groups.abort()
+    assert not together.broken
