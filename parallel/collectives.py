@@ -28,6 +28,9 @@ PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
     ),
 }
 _POLL = timedelta(milliseconds=250)
+# How often the host looks whether the device has got so far, and whether a peer has failed.
+_DEVICE_POLL_S = 0.0002
+_FAULT_CHECK_S = 0.25
 
 
 class CollectiveError(RuntimeError):
@@ -162,6 +165,27 @@ class Communicator:
                     return
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"a peer did not join the collective at {site} within {self.timeout_s:.0f} s") from error
+
+    def await_event(self, event: torch.cuda.Event, what: str) -> None:
+        """Wait until the device has reached ``event``, never stuck behind a peer: raises when one has failed meanwhile, and CollectiveTimeout when
+        one stays away although nobody has said that it failed. NCCL's kernels know no limit of their own."""
+        began = asked = time.monotonic()
+        while not event.query():
+            time.sleep(_DEVICE_POLL_S)
+            now = time.monotonic()
+            if now - asked > _FAULT_CHECK_S:
+                self.fault_check()
+                asked = now
+            if now - began > self.timeout_s:
+                raise CollectiveTimeout(f"the device did not finish {what} within {self.timeout_s:.0f} s")
+
+    def await_device(self, what: str) -> None:
+        """As ``await_event``, for all that this rank's device has been told to do. Before the host reads a result that peers take part in: reading
+        waits too, but without looking at the peers. On gloo the host has waited already, and a rank alone may take its time."""
+        if self.groups.backend == "nccl" and self.plan.world_size > 1:
+            event = torch.cuda.Event()
+            event.record()
+            self.await_event(event, what)
 
     def destroy(self) -> None:
         """Of a communicator whose ranks have left it together."""

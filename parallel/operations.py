@@ -129,6 +129,7 @@ def run_call(
     ) as section:
         operation = lookup(call.op)
         inputs = _receive(cluster, section, call.tensors, tensors)
+        section.communicator.await_device("receiving its inputs")
         # The key was made from what rank 0 sent; this is what arrived.
         section.agree("input", digest_of(call.args, inputs))
         context = OperationContext(cluster, section, plan, cluster.device)

@@ -130,6 +130,7 @@ class Engine:
     def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """``latents [b, C, h, w]`` -> ``[n, C, h, w]`` fp32; one step of somebody else's sampler."""
         out = self.denoiser.velocity(rows, latents.to(self.model.device, torch.float32), step)
+        self.model.comm.await_device("a step of the picture")
         return self._finite(out, f"the velocity at timestep {step.timestep:g}")
 
     def sample(
@@ -153,6 +154,7 @@ class Engine:
             check=check,
             trace=trace,
         )
+        self.model.comm.await_device("the last step of the picture")
         return self._finite(latent, "the final latent")
 
     def draw(self, request: ImageRequest) -> torch.Tensor:

@@ -262,6 +262,7 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
     def show(index: int, step: StepTrace) -> None:
         # What the picture would be if this step's velocity held to the end: clear long before the noisy latent is.
         expected = step.latent_in - float(sigmas[index]) * step.pred
+        context.section.communicator.await_device("a step of the picture")
         context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": expected.cpu()})
 
     latent = engine.sample(request, check=context.section.check, trace=show)

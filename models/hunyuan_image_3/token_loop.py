@@ -7,7 +7,6 @@ of the ranks, so every rank must call it equally often.
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,6 @@ from .model import HunyuanImage3Model
 from .text_rules import StageRules, TextStageError, check_draw, draw_uniform, nan_error, sample_token
 
 Trace = Callable[[torch.Tensor], None]
-# How often the host looks whether the device has got so far, and whether a peer has failed.
-POLL_S = 0.0002
-FAULT_CHECK_S = 0.25
 DecodeChoice = Literal["auto", "eager", "graph"]
 DECODE_CHOICES: tuple[DecodeChoice, ...] = get_args(DecodeChoice)
 
@@ -141,7 +137,7 @@ class DeviceLoop:
         check_draw(job.draw)
         self._job, self._reduction, self._trace = job, reduction, trace
         self._cuda = model.device.type == "cuda"
-        self._fault_check = model.comm.fault_check
+        self._comm = model.comm
         self._chooser = TokenChooser(
             job.draw, job.rules.table(), prompt=job.prompt, limit=job.limit, uniforms=draw_uniform(job.limit, job.generator),
             vocab=model.config.vocab_size, device=model.device,
@@ -176,7 +172,7 @@ class DeviceLoop:
     def finish(self) -> None:
         """All ranks have launched equally many steps, so none waits for a peer that has stopped."""
         while self._seen:
-            self._seen.popleft().read(self._fault_check)
+            self._seen.popleft().read(self._await)
 
     def release(self) -> None:
         """The graph holds on to the process group's collectives, whose groups cannot end before it."""
@@ -210,7 +206,7 @@ class DeviceLoop:
         self._step.launch()
         reached = torch.cuda.Event()
         reached.record()
-        _await(reached, self._fault_check)
+        self._await(reached)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process may talk to the device while this one records. This one must not free anything there, which collecting garbage may.
         with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -218,11 +214,14 @@ class DeviceLoop:
         self._chooser.state[DONE] = done
         self._graph = graph
 
+    def _await(self, event: torch.cuda.Event) -> None:
+        self._comm.await_event(event, "its steps of a text")
+
     def _look(self, snapshot: _Snapshot) -> None:
-        state, tokens, failed = snapshot.read(self._fault_check)
+        state, tokens, failed = snapshot.read(self._await)
         count = int(state[COUNT])
         if failed:
-            self._fault_check()  # a peer's fault also ends reductions, and names the cause
+            self._comm.fault_check()  # a peer's fault also ends reductions, and names the cause
         self._reduction.require(failed)
         self.tokens = tokens[:count].tolist()
         self.done = bool(state[DONE])
@@ -244,10 +243,10 @@ class _Snapshot:
         if self._event is not None:
             self._event.record()
 
-    def read(self, fault_check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Waits for the device; ``fault_check`` raises when a peer has failed meanwhile."""
+    def read(self, wait: Callable[[torch.cuda.Event], None]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Waits for the device by ``wait``."""
         if self._event is not None:
-            _await(self._event, fault_check)
+            wait(self._event)
         return self._host[:STATE_SIZE], self._host[STATE_SIZE + 1 :], int(self._host[STATE_SIZE])
 
 
@@ -261,13 +260,3 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _await(event: torch.cuda.Event, fault_check: Callable[[], None]) -> None:
-    """Never stuck behind a peer: ``fault_check`` raises when one has failed meanwhile."""
-    asked = time.monotonic()
-    while not event.query():
-        time.sleep(POLL_S)
-        if time.monotonic() - asked > FAULT_CHECK_S:
-            fault_check()
-            asked = time.monotonic()

@@ -144,6 +144,21 @@ class TestNotFinite:
         ):
             engine.velocity([DenoiseRow(request.rows.cond, "cond")], latents, StepInputs(700.0))
 
+    def test_peers_that_failed_are_told_before_the_numbers_are_read(self, eight_ways: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Reading a result of the device would wait for a peer without end."""
+        engine = alone(eight_ways)
+        request = request_of(engine)
+        latents = torch.full((1, engine.config.vae.latent_channels, 8, 27), float("nan"))
+
+        def told(what: str) -> None:
+            raise KeyError(what)
+
+        monkeypatch.setattr(engine.model.comm, "await_device", told)
+        with pytest.raises(KeyError, match="a step of the picture"):
+            engine.velocity([DenoiseRow(request.rows.cond, "cond")], latents, StepInputs(700.0))
+        with pytest.raises(KeyError, match="the last step of the picture"):
+            engine.sample(request)
+
     def test_latent(self, eight_ways: Path) -> None:
         engine = alone(eight_ways)
         noise = torch.full((1, engine.config.vae.latent_channels, 8, 27), float("inf"))

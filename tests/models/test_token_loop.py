@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from phase_parallel.models.hunyuan_image_3.text_generation import TextRequest, T
 from phase_parallel.models.hunyuan_image_3.text_rules import StageRules, TextStageError
 from phase_parallel.models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, choose_decode
 from phase_parallel.models.reduction import GroupReduction
-from phase_parallel.parallel.collectives import Communicator
+from phase_parallel.parallel.collectives import CollectiveTimeout, Communicator
 from phase_parallel.parallel.faults import Fault, RankFault, SectionCancelled
 from phase_parallel.parallel.plan import ParallelPlan
 
@@ -173,6 +174,15 @@ def test_the_fault_behind_a_failed_reduction_is_told(folders: dict[str, Path], m
     loop, first = begin(engine, DeviceLoop, REQUEST, GREEDY)
     with pytest.raises(RankFault, match=r"^rank 1 failed in AR \(token 1 of 60\): the process has ended$"):
         loop.start(first)
+
+
+def test_steps_that_never_end_are_not_waited_for(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that lives and does not come: nobody publishes a fault, so only the limit ends the wait."""
+    engine = engine_in(folders["spec"])
+    loop, _ = begin(engine, DeviceLoop, REQUEST, GREEDY)
+    monkeypatch.setattr(engine.model.comm, "timeout_s", 0.1)
+    with pytest.raises(CollectiveTimeout, match=r"^the device did not finish its steps of a text within 0 s$"):
+        loop._await(SimpleNamespace(query=lambda: False))
 
 
 @pytest.mark.parametrize(("error", "want"), [(SectionCancelled("cancelled"), ["finish", "release"]), (OSError("the disk is full"), ["release"])])
