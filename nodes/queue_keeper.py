@@ -18,6 +18,8 @@ _LOOK_S = 0.1
 _KEY = "queue"
 _PLAIN_FIELDS = 5
 """Of a queue's item: number, prompt id, graph, extra data, outputs. What newer hosts append is secret."""
+_SECRETS = frozenset({"auth_token_comfy_org", "api_key_comfy_org"})
+"""Entries of the extra data that are secret; hosts that append them as a field of their own have taken them out."""
 
 LOST = (
     "a rank was lost while this prompt ran, and all ranks were started again; queue it again if you still want it (the launcher's lines say which rank and why)"
@@ -32,7 +34,8 @@ class QueueKeeper:
         self._restart = environment.restart_count
         # Not below the restart's own prefix: the copy is for the ranks that come after this one.
         self._store = JsonStore.tcp(environment.store_host, environment.store_port, environment.launch_id)
-        self._copied: tuple[list[str], list[str]] = ([], [])
+        self._copied: tuple[list[str], list[str]] | None = None
+        """None: the first look writes, so that what an earlier life of this process left there is put back once only."""
         self._lock = threading.Lock()
         self._frozen = False
 
@@ -55,20 +58,20 @@ class QueueKeeper:
     def freeze(self) -> None:
         """A rank is lost, and in a moment all are ended and started again: nothing that waits may start before that."""
         with self._lock:
-            self._look()
             self._frozen = True
-            with self._server.prompt_queue.mutex:
-                self._server.prompt_queue.queue.clear()
+            self._look(empty=True)
 
     def _copy(self) -> None:
         with self._lock:
             if not self._frozen:
                 self._look()
 
-    def _look(self) -> None:
+    def _look(self, *, empty: bool = False) -> None:
         queue = self._server.prompt_queue
         with queue.mutex:
             running, waiting = list(queue.currently_running.values()), sorted(queue.queue, key=lambda item: item[0])
+            if empty:  # under the same lock: what came between a look and this would be in neither place
+                queue.queue.clear()
         ids = ([item[1] for item in running], [item[1] for item in waiting])
         if ids != self._copied:
             self._store.set(_KEY, {"running": _plain(running), "waiting": _plain(waiting)})
@@ -108,7 +111,10 @@ def freeze_queue() -> None:
 
 
 def _plain(items: list[Any]) -> list[list[Any]]:
-    return [list(item[:_PLAIN_FIELDS]) for item in items]
+    plain = [list(item[:_PLAIN_FIELDS]) for item in items]
+    for item in plain:
+        item[3] = {name: value for name, value in item[3].items() if name not in _SECRETS}
+    return plain
 
 
 def _failed(prompt_id: str) -> dict[str, Any]:

@@ -68,6 +68,37 @@ def test_the_copy_follows_the_queue_and_holds_no_secret(environment: LaunchEnvir
     assert after.prompt_queue.queue == [] and after.prompt_queue.history == {}
 
 
+def test_secrets_among_the_extra_data_are_not_copied(environment: LaunchEnvironment) -> None:
+    """Where ComfyUI kept them before it made a field of them."""
+    first = server()
+    first.prompt_queue.queue = [(1, "a", {}, {"client_id": "c", "auth_token_comfy_org": "secret word", "api_key_comfy_org": "secret word"}, ["1"])]
+    keeper = QueueKeeper(first, environment)
+    keeper._copy()
+    assert keeper._store.find("queue")["waiting"] == [[1, "a", {}, {"client_id": "c"}, ["1"]]]
+    assert len(first.prompt_queue.queue[0][3]) == 3, "the prompt itself keeps them"
+
+
+def test_what_was_put_back_is_put_back_once(environment: LaunchEnvironment) -> None:
+    """Two restarts, with nothing queued between them."""
+    lives = [server() for _ in range(3)]
+    lives[0].prompt_queue.currently_running = {0: item(1, "running")}
+    QueueKeeper(lives[0], environment)._copy()
+    second = QueueKeeper(lives[1], replace(environment, restart_count=1))
+    second._put_back()
+    second._copy()
+    QueueKeeper(lives[2], replace(environment, restart_count=2))._put_back()
+    assert [list(life.prompt_queue.history) for life in lives] == [[], ["running"], []]
+
+
+def test_a_prompt_that_comes_while_the_queue_is_frozen_is_not_lost(environment: LaunchEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = server()
+    keeper = QueueKeeper(before, environment)
+    before.prompt_queue.queue = [item(5, "first")]
+    monkeypatch.setattr(keeper._store, "set", lambda key, value: before.prompt_queue.put(item(6, "late")))
+    keeper.freeze()
+    assert [entry[1] for entry in before.prompt_queue.queue] == ["late"], "it was not copied, so it must stay"
+
+
 def test_nothing_starts_between_the_loss_of_a_rank_and_the_restart(environment: LaunchEnvironment) -> None:
     before, after = server(), server()
     keeper = QueueKeeper(before, environment)
