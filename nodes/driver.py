@@ -93,12 +93,19 @@ class Driver:
             except SectionCancelled:
                 raise self._interrupt() from None
             except (SectionError, RankUnavailable):
-                if self.cluster.lost_ranks():
-                    self._rank_lost()
+                self._tell_of_lost_ranks()
                 raise
             finally:
                 if running is None:
                     self._close("the call is over")
+
+    def _tell_of_lost_ranks(self) -> None:
+        try:
+            if self.cluster.lost_ranks():
+                self._rank_lost()
+        except RuntimeError as error:
+            # The launcher's store has gone too; the user must read the cause, not this.
+            _log.warning("the queue was not kept for a restart: %s", error)
 
     @property
     def is_running(self) -> bool:

@@ -21,9 +21,11 @@ import torch
 from rank_pool import RankPool, Reply
 
 from phase_parallel.nodes.driver import Driver
+from phase_parallel.nodes.fan_out import RankUnavailable
 from phase_parallel.parallel.cluster import Cluster
 from phase_parallel.parallel.environment import LaunchEnvironment
 from phase_parallel.parallel.operations import register
+from phase_parallel.parallel.store import StoreUnreachable
 
 pytestmark = pytest.mark.ranks4
 SECRET = "a secret of one launch"
@@ -261,3 +263,23 @@ def test_world_of_one() -> None:
     with pytest.raises(AloneHost.Stop):
         driver.call("alone.double", {}, {"x": torch.ones(2)}, node_id="1")
     assert host.cleared == 1
+
+
+@register("alone.lost")
+def lost(context: Any, args: dict[str, Any], tensors: dict) -> tuple[dict[str, Any], dict]:
+    raise RankUnavailable("rank 1 does not take part in this prompt")
+
+
+@pytest.mark.parametrize("gone", [(), (1,)])
+def test_the_cause_is_told_even_where_the_queue_cannot_be_kept(gone: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rank_lost() -> None:
+        asked.append("kept")
+        raise StoreUnreachable("the launch's store does not answer")
+
+    driver = Driver(Cluster.alone(torch.device("cpu")), AloneHost(lambda: False), None, rank_lost=rank_lost)
+    monkeypatch.setattr(driver.cluster, "lost_ranks", lambda: gone)
+    with pytest.raises(RankUnavailable):
+        driver.call("alone.lost", {}, {}, node_id="1")
+    assert len(asked) == len(gone)
