@@ -16,6 +16,8 @@ def why_not_read(path: Path, limit: int | None = None) -> str:
         blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         if not (real.is_relative_to(folder) or real.is_relative_to(blobs)):
             return "is a link to a file outside of its folder, which is not followed; put the file itself there, or link the whole folder"
+        if real.exists() and not real.is_file():
+            return "is not a file (a pipe or a device would be waited for without end); put the file itself there"
         size = real.stat().st_size if real.is_file() else 0
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
         return f"cannot be read ({error})"
