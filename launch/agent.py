@@ -85,7 +85,6 @@ class RanksAgent(LocalElasticAgent):
                 self._on_failure(f"Rank {rank} {cause_of(failure)}: all ranks are started again.")
         return result
 
-
     def _rank_0_is_telling(self) -> bool:
         """Has a rank been lost a moment ago that was not rank 0?"""
         ended = [rank for rank, pid in self._pcontext.pids().items() if process_birth(pid) is None]
