@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.next_token import Draw, RuleTable
-from ..kernels.peer_reduce import mailbox_bytes
 from ..models.hunyuan_image_3.model import HunyuanImage3Model
 from ..models.hunyuan_image_3.sequence import build_text_row
 from ..models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob
 from ..models.hunyuan_image_3.token_row import TokenRow
-from ..models.reduction import GroupReduction, PeerReduction, Reduction, ReductionChoice, choose_reduction
+from ..models.reduction import GroupReduction, PeerReduction, Reduction, ReductionChoice, choose_reduction, peer_block_bytes
 from ..parallel.abort_word import AbortWord
 from ..parallel.collectives import Communicator
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError
@@ -113,17 +112,18 @@ def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reductio
     if model.device.type != "cuda":
         return []
     comm: Communicator = model.comm
-    hidden, dtype, device = model.config.hidden_size, model.dtype, model.device
+    hidden, vocab, dtype, device = model.config.hidden_size, model.config.vocab_size, model.dtype, model.device
     if alone:
-        block = torch.zeros(mailbox_bytes(1, hidden, dtype.itemsize), dtype=torch.uint8, device=device)
+        mailbox, whole = peer_block_bytes(1, hidden, vocab, dtype.itemsize)
+        block = torch.zeros(whole, dtype=torch.uint8, device=device)
         memory = PeerMemory(torch.tensor([block.data_ptr()], device=device), block, None)
-        return [(PeerReduction(memory, 0, timeout_s=60.0, abort=AbortWord(pinned=True)), "own memory (no peers)")]
+        return [(PeerReduction(memory, 0, mailbox, timeout_s=60.0, abort=AbortWord(pinned=True)), "own memory (no peers)")]
     if comm.plan.world_size == 1:
         return [(GroupReduction(), "none")]
     found: list[tuple[Reduction, str]] = [(GroupReduction(), "process group")]
     for choice, name in OTHER_REDUCTIONS:
         try:
-            found.append((choose_reduction(comm, hidden, dtype, device, choice)[0], name))
+            found.append((choose_reduction(comm, hidden, vocab, dtype, device, choice)[0], name))
         except PeerMemoryError as error:
             if comm.plan.rank == 0:
                 print(f"no row with {name}: {error}")

@@ -83,6 +83,24 @@ def _spin_until(address, target, timeout_ns, abort, look_ns):
     )
 
 
+@jit
+def meet(boxes, rank, call, patience_ns, abort, RANKS: tl.constexpr, PAD: tl.constexpr, LOOK_NS: tl.constexpr):
+    """Tells all ranks that this one has reached ``call``, and waits until all have; 0 when one stayed away. Each of ``boxes``, addresses of all ranks'
+    memory, begins with a counter for each rank. What this program stored before is seen by whoever met it."""
+    tl.debug_barrier()
+    place = tl.arange(0, PAD)
+    peer = tl.where(place < RANKS, place, 0)
+    counters = (tl.load(boxes + peer) + rank * 4).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(counters, tl.zeros([PAD], tl.int32) + call, mask=place < RANKS, sem="release", scope="sys")
+    own = tl.load(boxes + rank)
+    wide_zero = tl.zeros([PAD], tl.int64)
+    reached = _spin_until(
+        own + peer.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, wide_zero + patience_ns, wide_zero + abort.to(tl.int64), wide_zero + LOOK_NS
+    )
+    tl.debug_barrier()
+    return tl.min(reached, axis=0)
+
+
 # One binary for all ranks and timeouts: nothing may be compiled or loaded while a peer already waits on the same device.
 @jit(do_not_specialize=("rank", "timeout_ns"))
 def _reduce_residual_norm(
@@ -105,20 +123,9 @@ def _reduce_residual_norm(
         peer = (rank + 1 + step) % RANKS
         theirs = (tl.load(mailboxes + peer) + HEADER * 4).to(tl.pointer_type(kind))
         tl.store(theirs + (parity * RANKS + rank) * H + column, mine, mask=inside)
-    tl.debug_barrier()
-    place = tl.arange(0, PAD)
-    peer_place = tl.where(place < RANKS, place, 0)
-    boxes = tl.load(mailboxes + peer_place)
-    counters = (boxes + rank * 4).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(counters, tl.zeros([PAD], tl.int32) + call, mask=place < RANKS, sem="release", scope="sys")
-    own = tl.load(mailboxes + rank)
-    wide_zero = tl.zeros([PAD], tl.int64)
-    reached = _spin_until(
-        own + peer_place.to(tl.int64) * 4, tl.zeros([PAD], tl.int32) + call, wide_zero + patience, wide_zero + abort.to(tl.int64), wide_zero + LOOK_NS
-    )
-    tl.debug_barrier()
-    if tl.min(reached, axis=0) == 0:
+    if meet(mailboxes, rank, call, patience, abort, RANKS, PAD, LOOK_NS) == 0:
         tl.store(failed, 1)
+    own = tl.load(mailboxes + rank)
     rows = (own + HEADER * 4).to(tl.pointer_type(kind)) + parity * RANKS * H + column
     total = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(RANKS):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ..kernels.flashinfer_support import first_line, function, why_not_built, why_not_installed
 from ..parallel.collectives import Communicator, Partial, PhaseView
 from ..parallel.peer_memory import PeerMemoryError, prepare_symmetric_memory
+from ..parallel.resident import Weight
+from .decode_head import GroupHead, Head
 
 MODULE = "flashinfer.comm.trtllm_ar"
 RANKS = (2, 4, 8, 16)
@@ -49,6 +51,9 @@ class FlashInferReduction:
             residual_in=residual, residual_out=residual, norm_out=normed, quant_out=None, scale_out=None, rms_gamma=weight, rms_eps=eps,
             scale_factor=None, layout_code=None, metadata=self._limits,
         )  # fmt: skip
+
+    def head(self, view: PhaseView, lm_head: Weight, vocab_start: int, vocab: int) -> Head:
+        return GroupHead(view, lm_head, vocab)
 
     def require(self, failed: int) -> None:
         """There is nothing to ask: FlashInfer's kernel has no time limit."""

@@ -262,6 +262,12 @@ class PhaseView:
         self._record("vocab_gather", site, logits, order)
         torch.cat(self.comm.gather(logits, order, site), out=out)
 
+    def vocab_gather_with(self, mine: torch.Tensor, site: str, gather: Callable[[], None], *, order: tuple[int, ...]) -> None:
+        """As somebody else's kernel does it: ``mine [V/tp]`` is this rank's place in the vector that ``gather`` completes."""
+        self._require_order(order, self.topology.tp_ranks, site)
+        self._record("vocab_gather", site, mine, order)
+        gather()
+
     def seq_to_heads(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Ulysses, first half: ``[T/sp, heads, …]`` -> ``[T, heads/sp, …]``; ``heads`` counts what travels together (KV groups)."""
         self._record("seq_to_heads", site, x)

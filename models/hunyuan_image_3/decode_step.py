@@ -45,8 +45,8 @@ class DecodeStep:
         self._attended = buffer(heads * self._weights.query_group, config.head_dim)
         self._layers = [_moe_buffers(layer, dtype, device) for layer in self._weights.layers]
         self._experts = [self._weights.kernels.one_token(layer.experts[0], layer.topk) for layer in self._weights.layers]
-        self._local_logits = buffer(self._weights.lm_head.tensor.shape[0], dtype=torch.float32)
-        self.logits = buffer(config.vocab_size, dtype=torch.float32)
+        self._head = reduction.head(self._view, self._weights.lm_head, self._weights.vocab_start, config.vocab_size)
+        self.logits = self._head.logits
 
     def launch(self) -> None:
         """Embeds the chooser's last token at its position, writes its keys and values, and lets the chooser choose the next one."""
@@ -59,8 +59,7 @@ class DecodeStep:
             for index, layer in enumerate(weights.layers):
                 self._layer(index, layer)
         with view.forward({"vocab_gather": 1}, "head"):
-            gemv_triton(self._normed, weights.lm_head.tensor, self._local_logits)
-            view.vocab_gather_into(self._local_logits, self.logits, weights.lm_head.site, order=view.topology.tp_ranks)
+            self._head(self._normed)
         self._chooser.choose(self.logits)
 
     def _layer(self, index: int, layer: LayerWeights) -> None:

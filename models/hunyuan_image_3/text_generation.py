@@ -184,7 +184,9 @@ class TextGenerator:
             self.reduction_reason = "one rank: nothing to reduce" if alone else "process group: decode is eager"
             return HostLoop(model, cache, job, trace)
         if self._connected is not model.comm:
-            self._reduction, self.reduction_reason = choose_reduction(model.comm, model.config.hidden_size, model.dtype, model.device, self._reduce)
+            self._reduction, self.reduction_reason = choose_reduction(
+                model.comm, model.config.hidden_size, model.config.vocab_size, model.dtype, model.device, self._reduce
+            )
             self._connected = model.comm
         return DeviceLoop(model, cache, job, self._reduction, trace)
 

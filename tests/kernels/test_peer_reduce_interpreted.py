@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from phase_parallel.kernels import peer_reduce
+from phase_parallel.kernels.peer_gather import gather_bytes, gathered, gemv_gather, gemv_gather_eager
 from phase_parallel.kernels.peer_reduce import HEADER_WORDS, Mailboxes, mailbox_bytes, reduce_residual_norm, reduce_residual_norm_eager
 from phase_parallel.parallel.abort_word import AbortWord
 
@@ -116,3 +117,34 @@ def test_nobody_waits_again_after_a_peer_stayed_away() -> None:
     assert reduce_once(boxes, timeout_s=0.5) > 0.5
     assert int(boxes.failed) == 1 and int(boxes.abort) == 0
     assert reduce_once(boxes, timeout_s=30) < 5
+
+
+@pytest.mark.parametrize(("ranks", "rows", "columns"), [(1, 5, 64), (2, 33, 100), (3, 8, 40)])
+def test_every_rank_gets_this_ranks_rows(ranks: int, rows: int, columns: int) -> None:
+    """The other ranks' rows and counters are played by the test."""
+    me, generator = ranks - 1, torch.Generator().manual_seed(3)
+    blocks = [torch.zeros(gather_bytes(ranks * rows), dtype=torch.uint8) for _ in range(ranks)]
+    addresses = torch.tensor([block.data_ptr() for block in blocks])
+    calls, failed = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    boxes = Mailboxes(addresses, me, calls, failed, AbortWord(pinned=False).tensor)
+    parts = [torch.randn(rows, columns, generator=generator) for _ in range(ranks)]
+    for call in range(1, 4):
+        x = torch.randn(columns, generator=generator)
+        want = gemv_gather_eager(x, parts)
+        for peer in set(range(ranks)) - {me}:
+            gathered(blocks[me])[peer * rows : (peer + 1) * rows] = want[peer * rows : (peer + 1) * rows]
+            blocks[me][: HEADER_WORDS * 4].view(torch.int32)[peer] = call
+        gemv_gather(boxes, x, parts[me], me * rows, timeout_s=20)
+        torch.testing.assert_close(gathered(blocks[me]), want)
+        for block in blocks:
+            torch.testing.assert_close(gathered(block)[me * rows :], want[me * rows :])
+            assert int(block[: HEADER_WORDS * 4].view(torch.int32)[me]) == call
+    assert int(failed) == 0 and int(calls) == 3
+
+
+def test_a_gather_that_a_peer_stays_away_from_is_told() -> None:
+    blocks = [torch.zeros(gather_bytes(8), dtype=torch.uint8) for _ in range(2)]
+    calls, failed = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    boxes = Mailboxes(torch.tensor([block.data_ptr() for block in blocks]), 0, calls, failed, AbortWord(pinned=False).tensor)
+    gemv_gather(boxes, torch.ones(16), torch.ones(4, 16), 0, timeout_s=0.2)
+    assert int(failed) == 1

@@ -7,9 +7,10 @@ import torch
 from one_token_kernels import one_rank_at_a_time
 from thread_world import run_ranks
 
+from phase_parallel.kernels.peer_gather import gather_bytes, gathered
 from phase_parallel.kernels.peer_reduce import Mailboxes
 from phase_parallel.kernels.residual_norm import residual_norm_eager
-from phase_parallel.models import flashinfer_reduction, reduction
+from phase_parallel.models import decode_head, flashinfer_reduction, reduction
 from phase_parallel.models.flashinfer_reduction import open_flashinfer_reduction
 from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction, why_not_reduction
 from phase_parallel.parallel.abort_word import AbortWord
@@ -20,12 +21,12 @@ from phase_parallel.parallel.plan import ParallelPlan
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
-HIDDEN, EPS = 20, 1e-5
+HIDDEN, VOCAB, EPS = 20, 60, 1e-5
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads with CPU tensors, which need Triton's interpreter")
 
 
 def choose(plan: ParallelPlan, comm: Communicator, choice: str = "auto") -> tuple[Reduction, str]:
-    return choose_reduction(comm, HIDDEN, torch.float32, CPU, choice)
+    return choose_reduction(comm, HIDDEN, VOCAB, torch.float32, CPU, choice)
 
 
 @needs_interpreter
@@ -93,20 +94,33 @@ class TestChoice:
 
 
 class Peers:
-    """Stands for peers' memory: opens on all ranks but ``closed``, and adds rightly on all but ``wrong``."""
+    """Stands for peers' memory: opens on all ranks but ``closed``, adds rightly on all but ``wrong``, and completes the logits on all but ``gap``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, closed: int | None = None, wrong: int | None = None, late: int | None = None):
-        self.closed, self.wrong, self.late = closed, wrong, late
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, closed: int | None = None, wrong: int | None = None, late: int | None = None, gap: int | None = None
+    ):
+        self.closed, self.wrong, self.late, self.gap = closed, wrong, late, gap
+        self.blocks: dict[int, torch.Tensor] = {}
         self.comms: dict[int, Communicator] = {}
         self.sums = 0
         monkeypatch.setattr(reduction, "open_peer_memory", self.open)
         monkeypatch.setattr(reduction, "reduce_residual_norm", self.reduce)
+        monkeypatch.setattr(decode_head, "gemv_gather", self.gather)
 
     def open(self, comm: Communicator, ranks: tuple[int, ...], nbytes: int, device: torch.device) -> PeerMemory:
         self.comms[comm.plan.logical_tp_rank] = comm
         if comm.plan.rank == self.closed:
             raise PeerMemoryError("its device is far away")
-        return PeerMemory(torch.zeros(len(ranks), dtype=torch.int64), torch.zeros(nbytes, dtype=torch.uint8), None)
+        block = self.blocks[comm.plan.logical_tp_rank] = torch.zeros(nbytes, dtype=torch.uint8)
+        return PeerMemory(torch.zeros(len(ranks), dtype=torch.int64), block, None)
+
+    def gather(self, boxes: Mailboxes, x: torch.Tensor, weight: torch.Tensor, first: int, *, timeout_s: float) -> None:
+        comm = self.comms[boxes.rank]
+        assert boxes.abort is comm.abort_word.tensor, "a fault must end the waiting"
+        whole = torch.cat(comm.gather(weight @ x, comm.plan.topology("decode").tp_ranks, "peers"))
+        if comm.plan.rank == self.gap:
+            whole = whole.roll(1)
+        gathered(self.blocks[boxes.rank][-gather_bytes(VOCAB) :])[: whole.numel()] = whole
 
     def reduce(self, boxes: Mailboxes, summand: torch.Tensor, residual: torch.Tensor, *rest: object, timeout_s: float) -> None:
         comm = self.comms[boxes.rank]
@@ -139,7 +153,7 @@ class TestAgreement:
         other = "another rank could not open it"
         assert reasons(results) == [other, other, "its device is far away", other]
 
-    @pytest.mark.parametrize("fault", ["wrong", "late"])
+    @pytest.mark.parametrize("fault", ["wrong", "late", "gap"])
     def test_one_rank_with_a_wrong_sum(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         results = Peers(monkeypatch, **{fault: 1}).run()
         assert {chosen.name for chosen, _ in results} == {"group"}
@@ -168,6 +182,7 @@ class FlashInferKernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, closed: int | None = None, wrong: int | None = None):
         self.closed, self.wrong, self.workspaces, self.comms = closed, wrong, [], {}
+        one_rank_at_a_time(monkeypatch)
         monkeypatch.setattr(flashinfer_reduction, "why_not_flashinfer_reduction", lambda device: None)
         monkeypatch.setattr(flashinfer_reduction, "function", lambda module, name: getattr(self, name))
         monkeypatch.setattr(flashinfer_reduction.dist, "get_group_rank", lambda group, rank: rank)
@@ -239,7 +254,7 @@ class TestFlashInfer:
 
 def test_a_peer_that_stayed_away_is_a_timeout() -> None:
     memory = PeerMemory(torch.zeros(2, dtype=torch.int64), torch.zeros(8), None)
-    chosen = PeerReduction(memory, 0, timeout_s=7.0, abort=AbortWord(pinned=False))
+    chosen = PeerReduction(memory, 0, 4, timeout_s=7.0, abort=AbortWord(pinned=False))
     chosen.require(int(chosen.failed))
     chosen._boxes.failed.fill_(1)
     with pytest.raises(CollectiveTimeout, match=r"^a peer did not join a reduction of the decode step within 7 s$"):
