@@ -23,12 +23,13 @@ def one_rank_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter keeps the running program in module variables, so ranks that are threads must take turns. No kernel may wait for a peer."""
     if torch.cuda.is_available():
         return
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.interpreter import InterpretedFunction
 
-    turn, call = threading.Lock(), GridExecutor.__call__
+    turn, run = threading.Lock(), InterpretedFunction.run
 
-    def in_turn(self: GridExecutor, *arguments: object, **options: object) -> object:
+    def in_turn(self: InterpretedFunction, *arguments: object, **options: object) -> object:
+        # Rewriting the kernel's source, which comes before its first run, cannot bear company either.
         with turn:
-            return call(self, *arguments, **options)
+            return run(self, *arguments, **options)
 
-    monkeypatch.setattr(GridExecutor, "__call__", in_turn)
+    monkeypatch.setattr(InterpretedFunction, "run", in_turn)
