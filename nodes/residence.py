@@ -39,11 +39,11 @@ class Residence:
         self._listed = False
         try:
             self._driver.call(f"{MODEL}.unload", {}, {}, node_id=UNKNOWN_NODE)
-        except RuntimeError as error:
+        except Exception as error:
             if self._driver.is_running:
                 raise
-            # Between prompts ComfyUI's only executor thread would end with this error, and its queue with it.
-            _log.error("The weights were not unloaded on all ranks: %s", error)
+            # Between prompts ComfyUI's only executor thread would end with this error, whatever it is, and its queue with it.
+            _log.error("The weights were not unloaded on all ranks: %s", error, exc_info=not isinstance(error, RuntimeError))
 
 
 _process_lock = threading.Lock()

@@ -171,10 +171,12 @@ class RecordKeeper:
             return record.phase, f"{unit} {current} of {record.total}" if record.total else ""
 
     def to_json(self) -> dict[str, Any]:
+        # Outside the lock: a driver that is held up must hold up nobody who only notes progress.
+        device = self._record.device
+        memory, name = read_memory(device), self._record.device_name or name_device(device)
         with self._lock:
             record = self._record
-            record.memory = read_memory(record.device)
-            record.device_name = record.device_name or name_device(record.device)
+            record.memory, record.device_name = memory, name
             return asdict(record)
 
 
