@@ -118,7 +118,7 @@ def reductions(model: HunyuanImage3Model, *, alone: bool) -> list[tuple[Reductio
         block = torch.zeros(whole, dtype=torch.uint8, device=device)
         memory = PeerMemory(torch.tensor([block.data_ptr()], device=device), block, None)
         return [(PeerReduction(memory, 0, mailbox, timeout_s=60.0, abort=AbortWord(pinned=True)), "own memory (no peers)")]
-    if comm.plan.world_size == 1:
+    if comm.plan.ar_tp == 1:
         return [(GroupReduction(), "none")]
     found: list[tuple[Reduction, str]] = [(GroupReduction(), "process group")]
     for choice, name in OTHER_REDUCTIONS:
@@ -203,6 +203,6 @@ def decode_floor_ms(model: HunyuanImage3Model, position: int) -> float:
         for weight in (layer.qkv_proj, layer.o_proj, layer.shared_gate_and_up, layer.shared_down):
             total += weight.tensor.numel() * weight.tensor.element_size()
     total += weights.lm_head.tensor.numel() * weights.lm_head.tensor.element_size()
-    heads = model.config.num_key_value_heads // model.plan.world_size
+    heads = model.config.num_key_value_heads // model.plan.ar_tp
     total += 2 * model.config.num_hidden_layers * position * heads * model.config.head_dim * weights.lm_head.tensor.element_size()
     return total / COPY_BANDWIDTH * 1e3

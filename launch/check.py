@@ -33,6 +33,9 @@ PRESETS: dict[str, dict] = {
     "hybrid-sp-ulysses": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "ulysses"},
     "hybrid-sp-kv": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "kv_gather"},
     "hybrid-cfg": {"ranks": 4, "plan": "hybrid", "denoise": "cfg"},
+    "replicated-sp-ulysses": {"ranks": 4, "plan": "replicated", "denoise": "sp", "attention": "ulysses"},
+    "replicated-sp-kv": {"ranks": 4, "plan": "replicated", "denoise": "sp", "attention": "kv_gather"},
+    "replicated-cfg": {"ranks": 4, "plan": "replicated", "denoise": "cfg"},
 }
 
 
@@ -131,7 +134,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         metavar="PLAN",
         help=f"{', '.join([*PRESETS, *PLAN_NAMES, 'all'])}; may be given several times (default: single, or auto for --ranks)",
     )
-    parser.add_argument("--ranks", type=int, help="number of ranks for the plans tp and hybrid")
+    parser.add_argument("--ranks", type=int, help="number of ranks for the plans tp, hybrid and replicated")
     parser.add_argument("--denoise", choices=DENOISE_KINDS)
     parser.add_argument("--attention", choices=ATTENTION_KINDS)
     parser.add_argument("--case", action="append", metavar="NAME", help="only this case; may be given several times, may hold *")
@@ -158,7 +161,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
     if preset not in PRESETS and preset not in PLAN_NAMES:
         raise LaunchError(f"Plan {preset!r} is unknown; choose one of {', '.join([*PRESETS, *PLAN_NAMES, 'all'])}.")
-    chosen = PRESETS.get(preset) or {"ranks": {"single": 1, "tp": 2, "hybrid": 4}[preset], "plan": preset}
+    chosen = PRESETS.get(preset) or {"ranks": {"single": 1, "tp": 2, "hybrid": 4, "replicated": 4}[preset], "plan": preset}
     ranks = chosen["ranks"] if options.ranks is None else options.ranks
     if not 1 <= ranks <= MAXIMUM_RANKS:
         raise LaunchError(f"--ranks {ranks} is not possible; choose 1 to {MAXIMUM_RANKS}.")

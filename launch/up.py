@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from ..parallel import environment as names
-from ..parallel.plan import PlanError, PlanName, make_plan
+from ..parallel.plan import PlanError, PlanName
+from ..parallel.plan_choice import plan_on_machines
 from .errors import LaunchError
 from .find_host import find_host
 from .host import (
@@ -93,7 +94,7 @@ def up(options: UpOptions) -> int:
         with only_launch_in(lock_folder):
             live_records()  # removes what a killed launch left behind
             device, world_size = choose_device(options.device, options.ranks)
-            check_plan(options.plan, world_size)
+            check_plan(options.plan, world_size, world_size)
             ports = choose_ports(world_size, options.port)
             make_base(host, base, PACK_ROOT)
             url = f"http://{reachable_address(first_flags)}:{ports[0]}"
@@ -157,11 +158,11 @@ def choose_device(asked: str, ranks: int | None) -> tuple[str, int]:
     return "cuda", ranks or found
 
 
-def check_plan(name: PlanName | None, world_size: int) -> None:
+def check_plan(name: PlanName | None, world_size: int, machine_ranks: int) -> None:
     """Raises LaunchError for a plan that so many ranks cannot follow."""
     if name is not None:
         try:
-            make_plan(name, world_size=world_size)
+            plan_on_machines(name, world_size=world_size, machine_ranks=machine_ranks)
         except PlanError as error:
             raise LaunchError(f"--plan {name} is not possible with {world_size} ranks: {error}.") from None
 

@@ -141,12 +141,13 @@ def _open_peer_reduction(
         raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
     mailbox, whole = peer_block_bytes(len(ranks), hidden, vocab, dtype.itemsize)
     memory = open_peer_memory(comm, ranks, whole, device)
-    return PeerReduction(memory, comm.plan.logical_tp_rank, mailbox, timeout_s=comm.timeout_s, abort=comm.abort_word)
+    return PeerReduction(memory, comm.phase("decode").topology.tp_rank, mailbox, timeout_s=comm.timeout_s, abort=comm.abort_word)
 
 
 def _self_test(reduction: Reduction, comm: Communicator, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whole numbers that every format adds exactly; each rank and each round contributes its own sums, and its own part of a vector."""
-    view, rank, ranks = comm.phase("decode"), comm.plan.logical_tp_rank, comm.plan.world_size
+    view = comm.phase("decode")
+    rank, ranks = view.topology.tp_rank, view.topology.tp_size
     column = torch.arange(hidden, device=device) % 7
     ones, normed = torch.ones(hidden, dtype=dtype, device=device), torch.empty(hidden, dtype=dtype, device=device)
     good = True

@@ -62,7 +62,8 @@ class HunyuanImage3Loader:
                         "default": AUTO,
                         "tooltip": "How the ranks share the weights. 'hybrid': two or more copies, fastest. "
                         "'tp': one copy over all GPUs, "
-                        "least memory. 'single': one GPU. 'auto' is what `up --plan` says, or else chosen by the number of "
+                        "least memory. 'replicated': two or more copies that write text alone, for several machines. "
+                        "'single': one GPU. 'auto' is what `up --plan` says, or else chosen by the number of "
                         "ranks and their memory; the node shows which.",
                     },
                 ),
@@ -137,7 +138,7 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
             {
                 "default": AUTO,
                 "advanced": True,
-                "tooltip": "Plan 'hybrid' only: the copies share one picture's tokens ('sp'), each "
+                "tooltip": "Plans 'hybrid' and 'replicated': the copies share one picture's tokens ('sp'), each "
                 "takes one branch of guidance "
                 "('cfg'), or both ('cfg_sp').",
             },

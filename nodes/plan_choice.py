@@ -21,6 +21,7 @@ def choose(cluster: Cluster, *, folder: str, **choices: str) -> tuple[ParallelPl
         world_size=cluster.world_size,
         free_bytes_per_rank=free_bytes_per_rank(cluster),
         at_start=cluster.asked_plan,
+        machine_ranks=cluster.machine_ranks,
         **choices,
     )
 
@@ -33,7 +34,7 @@ def free_bytes_per_rank(cluster: Cluster) -> int:
     choice must come out the same when a graph runs again.
     """
     if cluster.device.type != "cuda":
-        return _available_host_bytes() // cluster.world_size
+        return _available_host_bytes() // cluster.machine_ranks
     free, _ = torch.cuda.mem_get_info(cluster.device)
     own = free + torch.cuda.memory_reserved(cluster.device)
     others = [_device_bytes(record) for record in cluster.records() if record is not None]

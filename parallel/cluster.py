@@ -21,7 +21,8 @@ from .environment import DEFAULT_TIMEOUT_S, LaunchEnvironment
 from .faults import Fault, FaultKind, SectionError
 from .groups import ProcessGroups
 from .heartbeat import BEAT_S, Hearts, ended_ranks
-from .plan import ParallelPlan, PlanName, make_plan
+from .plan import ParallelPlan, PlanName
+from .plan_choice import plan_on_machines, usual_plan
 from .rank_record import RankRecord, RecordKeeper
 from .store import JsonStore, StoreUnreachable
 
@@ -43,6 +44,7 @@ class Cluster:
         launch_id: str = "",
         url: str = "",
         asked_plan: PlanName | None = None,
+        machine_ranks: int = 0,
     ):
         self.store = store
         self.rank = rank
@@ -52,6 +54,7 @@ class Cluster:
         self.launch_id = launch_id
         self.asked_plan = asked_plan
         """What ``auto`` means, where the user of the launch said so."""
+        self.machine_ranks = machine_ranks or world_size
         record = RankRecord(rank, os.getpid(), socket.gethostname(), url, str(device))
         self.record = RecordKeeper(record)
         self.generation = 0
@@ -87,6 +90,7 @@ class Cluster:
             launch_id=environment.launch_id,
             url=environment.url(environment.rank),
             asked_plan=environment.plan,
+            machine_ranks=environment.machine_ranks,
         )
         cluster.start()
         return cluster
@@ -111,8 +115,8 @@ class Cluster:
 
     def _first_plan(self) -> ParallelPlan:
         """Until a model chooses: what ``auto`` chooses where memory allows, so that the groups can stay."""
-        usual: PlanName = "single" if self.world_size == 1 else "hybrid" if self.world_size in (4, 8) else "tp"
-        return make_plan(self.asked_plan or usual, world_size=self.world_size, rank=self.rank)
+        name = self.asked_plan or usual_plan(self.world_size, self.machine_ranks)
+        return plan_on_machines(name, world_size=self.world_size, machine_ranks=self.machine_ranks).on_rank(self.rank)
 
     # Sections: numbers and generations
 

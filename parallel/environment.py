@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .plan import PlanError, PlanName, make_plan
+from .plan import PlanError, PlanName
+from .plan_choice import plan_on_machines
 
 STORE = "PHASE_PARALLEL_STORE"
 SECRET = "PHASE_PARALLEL_SECRET"
@@ -29,6 +30,9 @@ PLAN = "PHASE_PARALLEL_PLAN"
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+"""Ranks of each machine; set by torchrun's elastic agent."""
+
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """Set by torchrun's elastic agent: ranks that were started again must not read what their dead predecessors
 left in the store.
@@ -64,6 +68,8 @@ class LaunchEnvironment:
     """Folder of what all ranks write; empty where the launcher keeps none."""
     plan: PlanName | None = None
     """What ``auto`` means in this launch; None: what fits the ranks and their memory."""
+    machine_ranks: int = 0
+    """Ranks of each machine; 0: all are on one."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -77,6 +83,7 @@ class LaunchEnvironment:
         host, store_port = _address(environ)
         world_size = _integer(environ, WORLD_SIZE, 1, 4096)
         rank = _integer(environ, RANK, 0, world_size - 1)
+        machine_ranks = _integer(environ, LOCAL_WORLD_SIZE, 1, world_size, default=world_size)
         secret = _required(environ, SECRET)
         if len(secret) < MINIMUM_SECRET_LENGTH:
             raise EnvironmentProblem(
@@ -99,7 +106,8 @@ class LaunchEnvironment:
             model_dirs=tuple(part for part in environ.get(MODEL_DIRS, "").split(os.pathsep) if part),
             restart_count=_integer(environ, RESTART_COUNT, 0, 1 << 20, default=0),
             logs=environ.get(LOGS, ""),
-            plan=_plan(environ, world_size),
+            plan=_plan(environ, world_size, machine_ranks),
+            machine_ranks=machine_ranks if machine_ranks < world_size else 0,
         )
 
     @property
@@ -132,6 +140,7 @@ class LaunchEnvironment:
             RESTART_COUNT: str(self.restart_count),
             LOGS: self.logs,
             PLAN: self.plan or "",
+            LOCAL_WORLD_SIZE: str(self.machine_ranks or self.world_size),
         }
 
 
@@ -168,12 +177,12 @@ def _integer(
     return int(_number(environ, name, int, low, high, default))
 
 
-def _plan(environ: Mapping[str, str], world_size: int) -> PlanName | None:
+def _plan(environ: Mapping[str, str], world_size: int, machine_ranks: int) -> PlanName | None:
     name = environ.get(PLAN, "")
     if not name:
         return None
     try:
-        return make_plan(name, world_size=world_size).name
+        return plan_on_machines(name, world_size=world_size, machine_ranks=machine_ranks).name
     except PlanError as error:
         raise EnvironmentProblem(f"{PLAN}={name!r} cannot be used: {error}") from None
 

@@ -2,7 +2,8 @@
 
 Nothing here needs a process, a device or torch, so every rank of every plan can be tested on one CPU. Words: a *shard* is the part
 of the weights that stays resident on a rank (``storage_tp`` of them), a *replica* is one complete set of shards, and a
-*micro_shard* is the part of a shard that a rank uses while all ranks work as one tensor-parallel group (prefill and decode).
+*micro_shard* is the part of a shard that a rank uses while all ranks work as one tensor-parallel group (prefill and decode of plan
+``hybrid``). In plan ``replicated`` each replica reads and writes the text by itself, and all of them write the same one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Phase = Literal["prefill", "decode", "denoise"]
-PlanName = Literal["single", "tp", "hybrid"]
+PlanName = Literal["single", "tp", "hybrid", "replicated"]
 DenoiseKind = Literal["tp", "sp", "cfg", "cfg_sp"]
 AttentionKind = Literal["ulysses", "kv_gather"]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
+REPLICA_PLANS: frozenset[PlanName] = frozenset({"hybrid", "replicated"})
+"""Plans that hold the weights more than once."""
+
 PLAN_NAMES: tuple[PlanName, ...] = get_args(PlanName)
 DENOISE_KINDS: tuple[DenoiseKind, ...] = get_args(DenoiseKind)
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+
+
+KV_HEADS = "num_key_value_heads"
 
 
 class PlanError(ValueError):
@@ -78,24 +85,28 @@ class ParallelPlan:
 
     @property
     def micro_count(self) -> int:
-        return self.replicas
+        return self.replicas if self.name == "hybrid" else 1
 
     @property
     def micro(self) -> int:
-        return self.replica
+        return self.replica if self.name == "hybrid" else 0
+
+    @property
+    def ar_tp(self) -> int:
+        """Ranks of one tensor-parallel group of prefill and decode."""
+        return self.storage_tp * self.micro_count
 
     @property
     def logical_tp_rank(self) -> int:
-        """Place of this rank in the all-ranks tensor-parallel group of prefill and decode."""
-        return self.logical_of(self.rank)
-
-    def logical_of(self, rank: int) -> int:
-        return (rank % self.storage_tp) * self.micro_count + rank // self.storage_tp
+        """Place of this rank in its tensor-parallel group of prefill and decode."""
+        return self.shard * self.micro_count + self.micro
 
     @property
     def ar_order(self) -> tuple[int, ...]:
-        """Physical ranks by logical rank; 4 ranks with storage_tp 2: (0, 2, 1, 3)."""
-        return tuple(sorted(range(self.world_size), key=self.logical_of))
+        """That group's physical ranks by logical rank; hybrid on 4 ranks with storage_tp 2: (0, 2, 1, 3)."""
+        if self.name == "replicated":
+            return self.shard_ranks
+        return tuple(sorted(range(self.world_size), key=lambda rank: self.on_rank(rank).logical_tp_rank))
 
     def on_rank(self, rank: int) -> ParallelPlan:
         if not 0 <= rank < self.world_size:
@@ -122,7 +133,9 @@ class ParallelPlan:
         return self.replicas // self.cfg_size if self.denoise in ("sp", "cfg_sp") else 1
 
     def topology(self, phase: Phase) -> Topology:
-        """Groups of this rank in ``phase``. Prefill and decode: all ranks in one TP group, each with its own micro shard."""
+        """Groups of this rank in ``phase``. Prefill and decode: all ranks in one TP group, each with its own micro shard (``replicated``: each
+        replica in its own, with whole shards).
+        """
         if phase not in PHASES:
             raise PlanError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
         alone = (self.rank,)
@@ -136,17 +149,28 @@ class ParallelPlan:
         cfg_ranks = tuple(peers[c * sp + sp_rank] for c in range(self.cfg_size)) if self.cfg_size > 1 else alone
         return Topology(phase, self.shard_ranks, self.shard, sp_ranks, sp_rank, cfg_ranks, branch, None)
 
-    def denoise_micros(self) -> tuple[int, ...]:
-        """Micro shards whose KV heads this rank attends with in denoise.
+    @property
+    def head_parts(self) -> int:
+        """Parts of equal size that the KV heads of a shard are counted in: its micro shards, or what Ulysses divides them into."""
+        if self.name == "replicated" and self.attention == "ulysses":
+            return self.sp_size
+        return self.micro_count
+
+    def ar_parts(self) -> tuple[int, ...]:
+        """Parts of its shard's KV heads that this rank attends with in prefill and decode."""
+        return (self.micro,) if self.micro_count > 1 else tuple(range(self.head_parts))
+
+    def denoise_parts(self) -> tuple[int, ...]:
+        """The same in denoise.
 
         Ulysses leaves each sequence-parallel rank with 1/sp of its shard's heads; with sp == micro_count these are exactly the heads
         that the rank owns in decode, which is what makes the KV reuse free. Otherwise the rank needs every head of its shard.
         """
         if self.sp_size > 1 and self.attention == "ulysses":
-            width = self.micro_count // self.sp_size
+            width = self.head_parts // self.sp_size
             sp_rank = self.topology("denoise").sp_rank
             return tuple(range(sp_rank * width, (sp_rank + 1) * width))
-        return tuple(range(self.micro_count))
+        return tuple(range(self.head_parts))
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Every distinct set of two or more ranks that some phase uses, sorted; the same on all ranks.
@@ -164,16 +188,17 @@ class ParallelPlan:
         return tuple(sorted(sets))
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
-        """Every named size must split over all ranks (prefill, decode) and so over ``storage_tp`` too.
+        """Every named size must split over the ranks of prefill and decode, and so over ``storage_tp`` too; KV heads over those of denoise as well.
 
         Raises:
             PlanError: names the first size that does not divide and the world sizes that would.
         """
         for what, size in sizes.items():
-            if size % self.world_size:
+            parts = self.storage_tp * self.head_parts if what == KV_HEADS else self.ar_tp
+            if size % parts:
                 fits = [n for n in (1, 2, 4, 8) if all(s % n == 0 for s in sizes.values())]
                 raise PlanError(
-                    f"{what} {size} cannot be split over tensor_parallel {self.world_size} "
+                    f"{what} {size} cannot be split over {'tensor_parallel' if parts == self.ar_tp else 'the heads of'} {parts} "
                     f"(plan {self.name}); choose {_alternatives(fits)} {'rank' if fits == [1] else 'ranks'}"
                 )
 
@@ -181,7 +206,7 @@ class ParallelPlan:
         """One line for logs and the Ranks node."""
         if self.world_size == 1:
             return "single: one rank"
-        ar = f"AR TP{self.world_size}"
+        ar = f"AR TP{self.ar_tp}" + (f" on each of {self.replicas} replicas" if self.name == "replicated" else "")
         parts = [f"TP{self.storage_tp}"]
         if self.sp_size > 1:
             parts.append(f"SP{self.sp_size} ({self.attention})")
@@ -207,6 +232,7 @@ def make_plan(
     """Validated plan.
 
     ``single``: one rank. ``tp``: ``storage_tp == world_size``, one replica. ``hybrid``: 4 ranks with storage_tp 2, 8 ranks with 2 or 4.
+    ``replicated``: 2 or more ranks, two replicas unless ``storage_tp`` says otherwise.
 
     Raises:
         PlanError: what does not fit and what would.
@@ -219,13 +245,13 @@ def make_plan(
         raise PlanError(f"plan single uses 1 rank but {world_size} are running; choose plan tp or hybrid, or start one rank")
     if name != "single" and world_size == 1:
         raise PlanError(f"plan {name} needs 2 or more ranks but 1 is running; start more with `phase-parallel up --ranks 4`")
-    if name == "hybrid" and storage_tp is None:
-        storage_tp = _default_storage_tp(world_size)
-    if name != "hybrid" and storage_tp not in (None, world_size):
+    if name in REPLICA_PLANS and storage_tp is None:
+        storage_tp = _default_storage_tp(name, world_size)
+    if name not in REPLICA_PLANS and storage_tp not in (None, world_size):
         raise PlanError(f"plan {name} keeps the weights in {world_size} shards, not {storage_tp}; use plan hybrid for replicas")
-    storage = world_size if name != "hybrid" else storage_tp
-    if name == "hybrid":
-        _check_hybrid(world_size, storage)
+    storage = storage_tp if name in REPLICA_PLANS else world_size
+    if name in REPLICA_PLANS:
+        _check_replicas(world_size, storage)
     replicas = world_size // storage
     kind = denoise or ("sp" if replicas > 1 else "tp")
     _check_choice("denoise", kind, DENOISE_KINDS)
@@ -233,16 +259,18 @@ def make_plan(
     return ParallelPlan(name, world_size, storage, kind, attention, rank)
 
 
-def _default_storage_tp(world_size: int) -> int:
+def _default_storage_tp(name: PlanName, world_size: int) -> int:
     if world_size % 2:
-        raise PlanError(f"plan hybrid needs an even number of ranks but {world_size} are running; choose 4 or 8 ranks, or plan tp")
+        raise PlanError(f"plan {name} needs an even number of ranks but {world_size} are running; choose 4 or 8 ranks, or plan tp")
+    if name == "replicated":
+        return world_size // 2
     if world_size < 4:
         raise PlanError(f"plan hybrid needs 4 or more ranks but {world_size} are running; choose plan tp, or start 4 ranks")
     return 2 if world_size == 4 else world_size // 2
 
 
-def _check_hybrid(world_size: int, storage_tp: int) -> None:
-    """AR uses TP = world size; each replica of a shard must activate its own micro shard: AR_TP / storage_TP == replicas."""
+def _check_replicas(world_size: int, storage_tp: int) -> None:
+    """In plan hybrid each replica of a shard must activate its own micro shard: AR_TP / storage_TP == replicas."""
     if storage_tp < 1 or world_size % storage_tp:
         fits = [s for s in range(2, world_size) if world_size % s == 0]
         raise PlanError(
@@ -268,36 +296,3 @@ def _check_denoise(name: PlanName, kind: DenoiseKind, replicas: int) -> None:
 def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
-
-
-def choose_plan(world_size: int, *, free_bytes_per_rank: int, sharded_bytes: int, replicated_bytes: int) -> tuple[PlanName, str]:
-    """What ``auto`` means, and why in one sentence. ``free_bytes_per_rank``: the smallest of all ranks.
-
-    Raises:
-        PlanError: no plan fits the memory; says needed and free GB.
-    """
-    gb = 1e9
-    if world_size == 1:
-        need = sharded_bytes + replicated_bytes
-        _check_memory("single", need, free_bytes_per_rank)
-        return "single", "single: one rank is running"
-    fewest = sharded_bytes / world_size + replicated_bytes
-    if world_size >= 4 and world_size % 2 == 0:
-        need = sharded_bytes / _default_storage_tp(world_size) + replicated_bytes
-        if need <= free_bytes_per_rank:
-            return "hybrid", f"hybrid: {need / gb:.1f} GB of weights per rank fit in {free_bytes_per_rank / gb:.1f} GB free"
-        _check_memory("tp", fewest, free_bytes_per_rank)
-        return "tp", (
-            f"tp: two replicas need {need / gb:.1f} GB per rank but {free_bytes_per_rank / gb:.1f} GB are free; "
-            f"{world_size} shards need {fewest / gb:.1f} GB"
-        )
-    _check_memory("tp", fewest, free_bytes_per_rank)
-    return "tp", f"tp: {world_size} ranks are too few, or too odd, for two replicas"
-
-
-def _check_memory(name: str, need: float, free: int) -> None:
-    if need > free:
-        raise PlanError(
-            f"plan {name} needs {need / 1e9:.1f} GB of weights per rank but the fullest device has {free / 1e9:.1f} GB free; "
-            "free memory, or start more ranks"
-        )

@@ -3,7 +3,7 @@
 A model declares its table (``models/<name>/sharding.py``); nobody else knows a key. The loader (:mod:`.checkpoint`) asks the table which part of which
 key it needs and where that part goes. Sizes in, index tables out: no file, no process, no device.
 
-Legend: S = storage_tp, M = micro_count (replicas), N = S * M ranks.
+Legend: S = storage_tp, M = micro_count (replicas in plan hybrid, else 1), N = S * M ranks of prefill and decode.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ShardingTable:
         """Fused [up; gate] rows, each half split separately; resident rows are [up_0, gate_0, up_1, gate_1, …] by micro shard."""
         rows, columns = shape
         name = self.target(target, (rows // self.plan.storage_tp, columns), kind, "column_parallel")
-        width = self.share(key, "rows of one half", rows // 2, over=self.plan.world_size)
+        width = self.share(key, "rows of one half", rows // 2, over=self.plan.ar_tp)
         places = [(slice(2 * m * width, (2 * m + 1) * width), slice((2 * m + 1) * width, (2 * m + 2) * width)) for m in range(self.plan.micro_count)]
         columns_slice = slice(0, columns)
         self.gated_pieces(key, shape, name, [((up, columns_slice), (gate, columns_slice)) for up, gate in places])
@@ -106,7 +106,7 @@ class ShardingTable:
         """Entry for fused [up; gate] rows: ``places[m]`` are the resident indices of micro shard m's up and gate rows."""
         rows, columns = shape
         half = rows // 2
-        width = self.share(key, "rows of one half", half, over=self.plan.world_size)
+        width = self.share(key, "rows of one half", half, over=self.plan.ar_tp)
         pieces = []
         for micro, (up, gate) in enumerate(places):
             start = (self.plan.shard * self.plan.micro_count + micro) * width

@@ -15,7 +15,8 @@ from ...kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS, KernelChoice, Mo
 from ...kernels.moe import MOE_LAYOUTS, MOE_PATHS, MoeLayout, MoePath
 from ...parallel.checkpoint import Checkpoint, CheckpointError, allocate, first_not_finite, tensor_digests
 from ...parallel.collectives import Communicator
-from ...parallel.plan import PHASES, ParallelPlan, PlanError, PlanName, choose_plan, make_plan
+from ...parallel.plan import PHASES, REPLICA_PLANS, ParallelPlan, PlanError, PlanName, make_plan
+from ...parallel.plan_choice import choose_plan, plan_on_machines
 from ...parallel.slicing import ShardingTable
 from ..reduction import ReductionChoice, why_not_reduction
 from .config import HunyuanImage3Config
@@ -155,10 +156,10 @@ def check_experts_fit(config: HunyuanImage3Config, plan: ParallelPlan, options: 
     """Raises ValueError when ``moe_backend`` cannot compute experts of this rank's width."""
     if options.moe_backend != "flashinfer":
         return
-    for width in {config.hidden_size, *(width // plan.world_size for width in config.moe_intermediate_size)}:
+    for width in {config.hidden_size, *(width // plan.ar_tp for width in config.moe_intermediate_size)}:
         if width % ALIGNMENT:
             raise ValueError(
-                f"moe_backend flashinfer needs sizes in multiples of {ALIGNMENT}, and with {plan.world_size} ranks one of this model's is {width}; "
+                f"moe_backend flashinfer needs sizes in multiples of {ALIGNMENT}, and with {plan.ar_tp} ranks one of this model's is {width}; "
                 "choose moe_backend auto"
             )
 
@@ -229,10 +230,11 @@ def resolve_plan(
     attention: str = "auto",
     weight_dtype: WeightDtype = "auto",
     at_start: PlanName | None = None,
+    machine_ranks: int | None = None,
 ) -> tuple[ParallelPlan, str]:
     """The plan that the loader's choices mean here, and why. Rank 0 decides; the others receive the result.
 
-    ``at_start``: what ``auto`` means in this launch, if its user has said so.
+    ``at_start``: what ``auto`` means in this launch, if its user has said so. ``machine_ranks``: ranks of each machine, where there are several.
 
     Raises:
         PlanError: a choice does not fit the number of ranks or the memory.
@@ -243,13 +245,14 @@ def resolve_plan(
     elif name == "auto":
         split, replicated = weight_bytes(HunyuanImage3Config.from_folder(folder), weight_dtype)
         name, reason = choose_plan(
-            world_size, free_bytes_per_rank=free_bytes_per_rank, sharded_bytes=split, replicated_bytes=replicated
+            world_size, free_bytes_per_rank=free_bytes_per_rank, sharded_bytes=split, replicated_bytes=replicated, machine_ranks=machine_ranks
         )
-    if name != "hybrid" and denoise in ("sp", "cfg", "cfg_sp"):
-        raise PlanError(f"denoise {denoise} needs plan hybrid, and the plan is {name} ({reason}); set denoise to auto or start 4 ranks")
-    plan = make_plan(
+    if name not in REPLICA_PLANS and denoise in ("sp", "cfg", "cfg_sp"):
+        raise PlanError(f"denoise {denoise} needs plan hybrid or replicated, and the plan is {name} ({reason}); set denoise to auto or start 4 ranks")
+    plan = plan_on_machines(
         name,
         world_size=world_size,
+        machine_ranks=machine_ranks or world_size,
         denoise=None if denoise == "auto" else denoise,
         attention="ulysses" if attention == "auto" else attention,
     )

@@ -83,8 +83,9 @@ class HunyuanImage3Model:
 
     def new_cache(self, capacity: int, phase: Phase) -> KVCache:
         """Empty cache with the KV heads that this rank attends with in ``phase``."""
-        micros = len(self.plan.denoise_micros()) if phase == "denoise" else 1
-        heads = self.config.num_key_value_heads // self.plan.world_size * micros
+        plan = self.plan
+        parts = plan.denoise_parts() if phase == "denoise" else plan.ar_parts()
+        heads = self.config.num_key_value_heads // (plan.storage_tp * plan.head_parts) * len(parts)
         return KVCache.allocate(
             self.config.num_hidden_layers, capacity, heads, self.config.head_dim, dtype=self.dtype, device=self.device
         )

@@ -2,7 +2,8 @@
 
 A picture's prefix (everything before its ``<timestep>``) is computed in the prefill phase, where each rank owns the KV heads of its micro shard. With
 Ulysses these are the heads it attends with in denoise, so the same cache goes on; otherwise the missing heads of the shard are fetched from the
-replica partners once. Every decision here depends only on what all ranks know, so ranks never disagree about what to compute.
+replica partners once. In plan ``replicated`` it owns all heads of its shard, and denoise goes on with those of them that it needs.
+Every decision here depends only on what all ranks know, so ranks never disagree about what to compute.
 """
 
 from __future__ import annotations
@@ -99,8 +100,11 @@ class PrefixStore:
         cache, reused = self._start(row, features)
         if reused < prefix:
             model.prefill(row, reused, prefix, cache, features)
-        if model.plan.denoise_micros() == (model.plan.micro,) or model.plan.replicas == 1:
+        had, needed = model.plan.ar_parts(), model.plan.denoise_parts()
+        if needed == had:
             return PrefixRecord(cache, branches, reused)
+        if set(needed) <= set(had):
+            return PrefixRecord(self._take_heads(cache, row), branches, reused)
         return PrefixRecord(self._fetch_heads(cache, row, branches), branches, reused)
 
     def _start(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> tuple[KVCache, int]:
@@ -120,13 +124,22 @@ class PrefixStore:
         cache.copy_prefix(text.cache, shared)
         return cache, shared
 
+    def _take_heads(self, cache: KVCache, row: TokenRow) -> KVCache:
+        """Those heads of ``cache`` that denoise needs; nothing has to come from another rank."""
+        plan, prefix = self._model.plan, row.prefix_length
+        width = cache.k.shape[2] // len(plan.ar_parts())
+        first, last = plan.denoise_parts()[0] * width, (plan.denoise_parts()[-1] + 1) * width
+        part = self._model.new_cache(row.gen.image[1], "denoise")
+        part.copy_prefix(KVCache(cache.k[:, :, first:last], cache.v[:, :, first:last]), prefix)
+        return part
+
     def _fetch_heads(self, cache: KVCache, row: TokenRow, branches: frozenset[int]) -> KVCache | None:
         """The heads of all needed micro shards side by side; every replica takes part, the branches that need the row keep it."""
         model, prefix = self._model, row.prefix_length
         view: PhaseView = model.comm.phase("denoise")
         keep = view.topology.cfg_rank in branches
         whole = model.new_cache(row.gen.image[1], "denoise") if keep else None
-        micros = model.plan.denoise_micros()
+        micros = model.plan.denoise_parts()
         layers = model.config.num_hidden_layers
         heads = cache.k.shape[2]
         with view.forward({"kv_gather": 2 * layers}, "prefix heads"):

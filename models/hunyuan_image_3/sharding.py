@@ -108,7 +108,7 @@ def _layer_rule(table: ShardingTable, key: str, shape: Shape, layer: int, name: 
 def _declare_experts(table: ShardingTable, config: HunyuanImage3Config, layer: int, layout: MoeLayout) -> None:
     """``micro_major``: w1 [M, E, 2I/N, H], w2 [M, E, H, I/N]. ``expert_major``: w1 [E, M·2I/N, H], w2 [E, H, M·I/N]."""
     micros, experts = table.plan.micro_count, config.num_experts[layer]
-    width, hidden = config.moe_intermediate_size[layer] // table.plan.world_size, config.hidden_size
+    width, hidden = config.moe_intermediate_size[layer] // table.plan.ar_tp, config.hidden_size
     if layout == "micro_major":
         shapes = (micros, experts, 2 * width, hidden), (micros, experts, hidden, width)
     else:
@@ -124,7 +124,7 @@ def _expert_rule(
     rows, columns = shape
     micro_major = layout == "micro_major"
     if name == "gate_and_up_proj":
-        width = rows // 2 // plan.world_size
+        width = rows // 2 // plan.ar_tp
         every = slice(0, columns)
         places = []
         for micro in range(plan.micro_count):
@@ -136,7 +136,7 @@ def _expert_rule(
             places.append(((*head, up, every), (*head, gate, every)))
         table.gated_pieces(key, shape, f"layers.{layer}.experts_w1", places)
         return
-    width = columns // plan.world_size
+    width = columns // plan.ar_tp
     every = slice(0, rows)
     pieces = []
     for micro in range(plan.micro_count):

@@ -298,9 +298,9 @@ class TestPlanChoice:
         [
             (
                 dict(name="tp", denoise="sp"),
-                r"denoise sp needs plan hybrid, and the plan is tp \(tp: chosen in the loader\); set denoise to auto",
+                r"denoise sp needs plan hybrid or replicated, and the plan is tp \(tp: chosen in the loader\); set denoise to auto",
             ),
-            (dict(world_size=2, denoise="cfg"), r"denoise cfg needs plan hybrid, and the plan is tp \(tp: 2 ranks are too few"),
+            (dict(world_size=2, denoise="cfg"), r"denoise cfg needs plan hybrid or replicated, and the plan is tp \(tp: 2 ranks are too few"),
             (dict(name="single"), "plan single uses 1 rank but 4 are running"),
             (dict(name="hybrid", world_size=2), "plan hybrid needs 4 or more ranks but 2 are running"),
         ],

@@ -23,12 +23,13 @@ LAUNCH = LaunchEnvironment(
     model_dirs=("/models", "/more models"),
     restart_count=1,
     plan="hybrid",
+    machine_ranks=0,
 )
 
 
 def test_round_trip() -> None:
     assert LaunchEnvironment.from_environ(LAUNCH.to_environ()) == LAUNCH
-    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1", plan=None)
+    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1", plan=None, machine_ranks=2)
     assert LaunchEnvironment.from_environ(shorter.to_environ()) == shorter
 
 
@@ -45,6 +46,7 @@ def test_what_may_be_left_out() -> None:
         names.LOCAL_RANK,
         names.RESTART_COUNT,
         names.PLAN,
+        names.LOCAL_WORLD_SIZE,
     ):
         del environ[name]
     launch = LaunchEnvironment.from_environ(environ)
@@ -76,6 +78,8 @@ def test_derived() -> None:
         (names.TIMEOUT_S, "nan", "is out of range"),
         (names.PLAN, "fast", "PHASE_PARALLEL_PLAN='fast' cannot be used: unknown plan 'fast'; choose one of"),
         (names.PLAN, "single", "PHASE_PARALLEL_PLAN='single' cannot be used: plan single uses 1 rank but 4 are running"),
+        (names.LOCAL_WORLD_SIZE, "5", "LOCAL_WORLD_SIZE=5 is out of range; use a number from 1 to 4"),
+        (names.LOCAL_WORLD_SIZE, "2", "plan hybrid adds up the layers of prefill over ranks 0, 1, 2, 3, which are on 2 machines"),
         (names.DEVICE, "tpu", "PHASE_PARALLEL_DEVICE='tpu' is not a device kind; use cpu or cuda"),
     ],
 )

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from phase_parallel.parallel.plan import PHASES, ParallelPlan, PlanError, choose_plan, make_plan
+from phase_parallel.parallel.plan import PHASES, ParallelPlan, PlanError, make_plan
+from phase_parallel.parallel.plan_choice import choose_plan, plan_on_machines, usual_plan
 
 # name, ranks, storage_tp, denoise, attention
 PLANS = [
@@ -24,6 +25,14 @@ PLANS = [
     ("hybrid", 8, 4, "sp", "ulysses"),
     ("hybrid", 8, 4, "sp", "kv_gather"),
     ("hybrid", 8, 4, "cfg", "ulysses"),
+]
+REPLICATED = [
+    ("replicated", 2, 1, "sp", "ulysses"),
+    ("replicated", 4, 2, "sp", "ulysses"),
+    ("replicated", 4, 2, "sp", "kv_gather"),
+    ("replicated", 4, 2, "cfg", "ulysses"),
+    ("replicated", 8, 2, "cfg_sp", "ulysses"),
+    ("replicated", 8, 4, "sp", "ulysses"),
 ]
 
 
@@ -71,12 +80,28 @@ def test_every_part_has_exactly_one_owner_in_each_phase(arguments) -> None:
         # Attention of one row: the sequence-parallel group together with the tensor-parallel groups covers every head once.
         topology = plan.topology("denoise")
         members = {r for sp in topology.sp_ranks for r in plans[sp].topology("denoise").tp_ranks}
-        heads = Counter(p.shard * p.micro_count + m for p in (plans[r] for r in members) for m in p.denoise_micros())
+        heads = Counter(p.shard * p.micro_count + m for p in (plans[r] for r in members) for m in p.denoise_parts())
         copies = 1 if plan.attention == "ulysses" or plan.sp_size == 1 else plan.sp_size
         assert heads == dict.fromkeys(range(world), copies)
 
 
-@pytest.mark.parametrize("arguments", PLANS)
+@pytest.mark.parametrize("arguments", REPLICATED)
+def test_replicas_write_text_by_themselves_and_share_the_picture(arguments) -> None:
+    plans = ranks_of(*arguments)
+    world, storage, parts = len(plans), arguments[2], plans[0].head_parts
+    everything = dict.fromkeys(range(storage * parts), 1)
+    for plan in plans:
+        ar, denoise = plan.topology("decode"), plan.topology("denoise")
+        assert ar.tp_ranks == plan.shard_ranks == denoise.tp_ranks and ar.micro is None, "one replica, with whole shards"
+        assert Counter(plans[r].shard * parts + p for r in ar.tp_ranks for p in plans[r].ar_parts()) == everything
+        assert set(plan.denoise_parts()) <= set(plan.ar_parts()), "denoise fetches no heads from other replicas"
+        assert denoise.tp_size * denoise.sp_size * denoise.cfg_size == world
+        members = [plans[r] for sp in denoise.sp_ranks for r in plans[sp].topology("denoise").tp_ranks]
+        copies = 1 if plan.attention == "ulysses" or plan.sp_size == 1 else plan.sp_size
+        assert Counter(p.shard * parts + h for p in members for h in p.denoise_parts()) == dict.fromkeys(everything, copies)
+
+
+@pytest.mark.parametrize("arguments", PLANS + REPLICATED)
 def test_topologies_agree_between_ranks(arguments) -> None:
     plans = ranks_of(*arguments)
     for phase in PHASES:
@@ -89,7 +114,7 @@ def test_topologies_agree_between_ranks(arguments) -> None:
             for ranks in (mine.tp_ranks, mine.sp_ranks, mine.cfg_ranks):
                 assert len(ranks) == 1 or tuple(sorted(ranks)) in plan.groups()
         sizes = plans[0].topology(phase)
-        expected = len(plans) if phase != "denoise" else sizes.tp_size * sizes.sp_size * sizes.cfg_size
+        expected = plans[0].ar_tp * (len(plans) // plans[0].ar_tp) if phase != "denoise" else sizes.tp_size * sizes.sp_size * sizes.cfg_size
         assert expected == len(plans), "no rank idles"
     assert len({plan.groups() for plan in plans}) == 1, "groups are created in the same order everywhere"
 
@@ -122,7 +147,7 @@ def test_denoise_topology(arguments, rank, tp, sp, cfg, micros) -> None:
     topology = plan.topology("denoise")
     assert (topology.tp_ranks, topology.sp_ranks, topology.cfg_ranks) == (tp, sp, cfg)
     assert topology.micro is None
-    assert plan.denoise_micros() == micros
+    assert plan.denoise_parts() == micros
 
 
 def test_groups_of_four_ranks() -> None:
@@ -162,7 +187,7 @@ def test_defaults() -> None:
         (dict(name="hybrid", world_size=4, denoise="tp"), "denoise tp uses one replica but plan hybrid has 2; choose denoise sp or cfg"),
         (dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg"), "over 2 replicas but there are 4; choose cfg_sp or sp"),
         (dict(name="hybrid", world_size=4, denoise="cfg_sp"), "needs 4, 6 … replicas but there are 2; choose cfg or sp"),
-        (dict(name="fsdp", world_size=4), "unknown plan 'fsdp'; choose one of single, tp, hybrid"),
+        (dict(name="fsdp", world_size=4), "unknown plan 'fsdp'; choose one of single, tp, hybrid, replicated"),
         (dict(name="hybrid", world_size=4, attention="ring"), "unknown attention 'ring'; choose one of ulysses, kv_gather"),
         (dict(name="hybrid", world_size=4, denoise="pp"), "unknown denoise 'pp'; choose one of tp, sp, cfg, cfg_sp"),
         (dict(name="tp", world_size=4, rank=4), "rank 4 of world size 4 is not a place in a launch"),
@@ -187,6 +212,32 @@ def test_sizes_that_do_not_divide_name_what_would() -> None:
         make_plan("tp", world_size=3).check_divides({"vocab_size": 25})
 
 
+def test_sizes_of_replicas_divide_where_each_phase_needs_it() -> None:
+    sizes = {"num_key_value_heads": 4, "vocab_size": 98}
+    make_plan("replicated", world_size=4).check_divides(sizes)
+    with pytest.raises(PlanError, match="num_key_value_heads 4 cannot be split over the heads of 8"):
+        make_plan("replicated", world_size=8, storage_tp=2).check_divides(sizes)
+    make_plan("replicated", world_size=8, storage_tp=2, attention="kv_gather").check_divides(sizes)
+
+
+@pytest.mark.parametrize("name", ["tp", "hybrid"])
+def test_tensor_parallelism_stays_inside_a_machine(name) -> None:
+    with pytest.raises(
+        PlanError,
+        match=f"plan {name} adds up the layers of prefill over ranks 0, 1, 2, 3, which are on 2 machines; "
+        "tensor parallelism stays inside a machine, choose plan replicated",
+    ):
+        plan_on_machines(name, world_size=4, machine_ranks=2)
+    assert plan_on_machines(name, world_size=4, machine_ranks=4).name == name
+
+
+def test_a_replica_is_a_machine() -> None:
+    assert plan_on_machines("replicated", world_size=8, machine_ranks=2, denoise="cfg_sp").storage_tp == 2
+    assert plan_on_machines("replicated", world_size=8, machine_ranks=8).storage_tp == 4
+    assert plan_on_machines("replicated", world_size=3, machine_ranks=1).replicas == 3
+    assert [usual_plan(n, m) for n, m in ((1, 1), (2, 2), (4, 4), (4, 2), (8, 8))] == ["single", "tp", "hybrid", "replicated", "hybrid"]
+
+
 def test_unknown_phase_and_rank() -> None:
     plan = make_plan("tp", world_size=2)
     with pytest.raises(PlanError, match="unknown phase 'decode2'; phases are prefill, decode, denoise"):
@@ -202,6 +253,8 @@ def test_unknown_phase_and_rank() -> None:
         (PLANS[2], "tp: AR TP4 · denoise TP4"),
         (PLANS[4], "hybrid: AR TP4 · denoise TP2×SP2 (ulysses)"),
         (PLANS[6], "hybrid: AR TP4 · denoise TP2×CFG2"),
+        (REPLICATED[0], "replicated: AR TP1 on each of 2 replicas · denoise TP1×SP2 (ulysses)"),
+        (REPLICATED[3], "replicated: AR TP2 on each of 2 replicas · denoise TP2×CFG2"),
         (PLANS[10], "hybrid: AR TP8 · denoise TP2×SP2 (kv_gather)×CFG2"),
     ],
 )
@@ -231,6 +284,14 @@ class TestChoosePlan:
 
     def test_one_replica_when_two_do_not_fit(self) -> None:
         assert self.choose(4, 79) == ("tp", "tp: two replicas need 85.5 GB per rank but 79.0 GB are free; 4 shards need 45.0 GB")
+
+    def test_several_machines(self) -> None:
+        sizes = {"sharded_bytes": 162_000_000_000, "replicated_bytes": 4_500_000_000, "machine_ranks": 2}
+        assert choose_plan(4, free_bytes_per_rank=139 * 10**9, **sizes) == (
+            "replicated", "replicated: tensor parallelism stays inside each of 2 machines"
+        )
+        with pytest.raises(PlanError, match=r"plan replicated needs 85\.5 GB of weights per rank but the fullest device has 80\.0 GB free"):
+            choose_plan(4, free_bytes_per_rank=80 * 10**9, **sizes)
 
     def test_few_or_odd_ranks(self) -> None:
         assert self.choose(2, 139)[0] == "tp"

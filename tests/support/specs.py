@@ -39,4 +39,10 @@ ALL_PLANS = {
     "hybrid8-s4-ulysses": dict(name="hybrid", world_size=8, storage_tp=4),
     "hybrid8-s4-kv_gather": dict(name="hybrid", world_size=8, storage_tp=4, attention="kv_gather"),
     "hybrid8-s4-cfg": dict(name="hybrid", world_size=8, storage_tp=4, denoise="cfg"),
+    "replicated2": dict(name="replicated", world_size=2),
+    "replicated4-ulysses": dict(name="replicated", world_size=4),
+    "replicated4-kv_gather": dict(name="replicated", world_size=4, attention="kv_gather"),
+    "replicated4-cfg": dict(name="replicated", world_size=4, denoise="cfg"),
+    "replicated8-s2-cfg_sp": dict(name="replicated", world_size=8, storage_tp=2, denoise="cfg_sp"),
+    "replicated8-s4-ulysses": dict(name="replicated", world_size=8),
 }
