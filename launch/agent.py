@@ -31,17 +31,19 @@ TELLING_S = 4.0
 """How long the other ranks live on after one was lost: rank 0 notices within two seconds and tells its user, then all are ended."""
 
 
-class LoopbackStore:
+class LaunchStore:
     """The TCPStore of a launch. TCPStore listens everywhere, unless handed a listening socket."""
 
-    def __init__(self) -> None:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind(("127.0.0.1", 0))
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
+        """``port`` 0: any free one. Raises OSError when this machine has no such address, or the port is taken."""
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
         listener.listen(128)
         self.port: int = listener.getsockname()[1]
         # multi_tenant: the agent's own TCPStore on this port, in this process, then joins this server.
         self._store = dist.TCPStore(
-            "127.0.0.1",
+            address,
             self.port,
             is_master=True,
             wait_for_workers=False,
@@ -65,10 +67,17 @@ class RanksAgent(LocalElasticAgent):
     """The elastic agent, with one rule more: ranks that never became ready are not started again."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: Path, *, is_ready: Callable[[], bool], on_failure: Callable[[str], None]
+        self,
+        spec: WorkerSpec,
+        logs: Path,
+        *,
+        holds_rank_0: bool,
+        is_ready: Callable[[], bool],
+        on_failure: Callable[[str], None],
     ) -> None:
         logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL)
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        self._holds_rank_0 = holds_rank_0
         self._is_ready = is_ready
         self._on_failure = on_failure
         self._lost_at: float | None = None
@@ -87,8 +96,8 @@ class RanksAgent(LocalElasticAgent):
 
     def _rank_0_is_telling(self) -> bool:
         """Has a rank been lost a moment ago that was not rank 0?"""
-        ended = [rank for rank, pid in self._pcontext.pids().items() if process_birth(pid) is None]
-        if not ended or 0 in ended:
+        ended = [local for local, pid in self._pcontext.pids().items() if process_birth(pid) is None]
+        if not ended or (self._holds_rank_0 and 0 in ended):
             self._lost_at = None
             return False
         if self._lost_at is None:
@@ -108,32 +117,43 @@ def cause_of(failure: ProcessFailure) -> str:
     return f"ended with exit code {failure.exitcode}"
 
 
+@dataclass(frozen=True)
+class AgentPlace:
+    """Which machine of how many this agent is on, and where the launch's store is."""
+
+    store_host: str
+    store_port: int
+    number: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"
+
+
 def run_ranks(
     *,
-    world_size: int,
+    ranks: int,
     launch_id: str,
-    store_port: int,
+    place: AgentPlace,
     plan: Path,
     logs: Path,
     restarts: int,
     is_ready: Callable[[], bool],
     on_failure: Callable[[str], None],
 ) -> Outcome:
-    """Start the ranks and stay until they end. Main thread only: the agent handles signals there."""
+    """Start this machine's ``ranks`` and stay until they end. Main thread only: the agent handles signals there."""
     # The agent warns of every stop, as if a stop were a fault. Each of its loggers has a level of its own.
     for module in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.ERROR)
     spec = WorkerSpec(
         role="rank",
-        local_world_size=world_size,
+        local_world_size=ranks,
         entrypoint=sys.executable,
         args=("-u", str(RANK_SCRIPT), str(plan)),
-        rdzv_handler=StaticTCPRendezvous("127.0.0.1", store_port, 0, 1, launch_id, 60),
+        rdzv_handler=StaticTCPRendezvous(place.store_host, place.store_port, place.number, place.count, launch_id, 60),
         max_restarts=restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr="127.0.0.1",
+        local_addr=place.address,
     )
-    agent = RanksAgent(spec, logs, is_ready=is_ready, on_failure=on_failure)
+    agent = RanksAgent(spec, logs, holds_rank_0=place.number == 0, is_ready=is_ready, on_failure=on_failure)
     try:
         result = agent.run()
     except SignalException as stop:
@@ -141,4 +161,5 @@ def run_ranks(
     if not result.is_failed():
         return Outcome(cause="all ranks ended by themselves")
     rank, failure = first_failure(result)
-    return Outcome(rank=rank, cause=cause_of(failure), log_tail="\n".join(last_lines(logs, rank, TAIL_LINES)))
+    tail = last_lines(logs, rank - place.number * ranks, TAIL_LINES)
+    return Outcome(rank=rank, cause=cause_of(failure), log_tail="\n".join(tail))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..bench.errors import BenchError
+from ..parallel.environment import SECRET
 from ..parallel.plan import PLAN_NAMES
 from ..parallel.rank_logs import MAXIMUM_LINES
 from .errors import LaunchError
@@ -95,7 +96,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--started-by", help=argparse.SUPPRESS)  # a Parent, see there
     up.add_argument(
-        "--restarts", type=int, default=3, help="how often failed ranks are started again (default 3)"
+        "--restarts", type=int, help="how often failed ranks are started again (default 3; with --nnodes never)"
+    )
+    up.add_argument("--nnodes", type=int, default=1, metavar="M", help="machines; start `up` with --ranks N on each of them (default 1)")
+    up.add_argument(
+        "--rdzv-endpoint", metavar="HOST:PORT", help="several machines: address of machine 0 and a free port there"
+    )
+    up.add_argument("--node-rank", type=int, metavar="R", help="several machines: number of this one; 0 shows ComfyUI")
+    up.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help=f"several machines: holds the launch's secret (default: variable {SECRET})"
     )
 
     demo = commands.add_parser("demo", help="make one image on four ranks with a small random checkpoint")
@@ -134,6 +143,10 @@ def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
             models=tuple(options.model),
             base=options.base,
             restarts=options.restarts,
+            nnodes=options.nnodes,
+            rdzv_endpoint=options.rdzv_endpoint,
+            node_rank=options.node_rank,
+            secret_file=options.secret_file,
             comfy_flags=comfy_flags,
             parent=None if options.started_by is None else Parent.from_text(options.started_by),
         )

@@ -85,13 +85,16 @@ class ComfyHost:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank lives: its own folder in the run folder, the shared base folder, port, device type."""
+    """Where one rank lives: its own folder in the run folder, the shared base folder, port, device type, and the address that a worker
+    listens on.
+    """
 
     rank: int
     port: int
     device: str
     own: Path
     base: Path
+    address: str = "127.0.0.1"
 
 
 def is_comfyui(folder: Path) -> bool:
@@ -235,7 +238,7 @@ def rank_arguments(
     first = place.rank == 0
     words = ["--port", str(place.port), "--temp-directory", str(place.own)]
     if not (first and "--listen" in extra):
-        words += ["--listen", "127.0.0.1"]
+        words += ["--listen", "127.0.0.1" if first else place.address]
     if place.device == "cpu":
         words += ["--cpu"]
     elif host.knows("--disable-cuda-malloc"):

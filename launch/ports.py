@@ -29,8 +29,8 @@ def is_free(port: int, address: str = "127.0.0.1") -> bool:
     return True
 
 
-def choose_ports(world_size: int, asked: int | None) -> tuple[int, ...]:
-    """One port per rank; rank 0 gets `asked`, else 8188 or the next free one.
+def choose_ports(ranks: int, asked: int | None, address: str = "127.0.0.1") -> tuple[int, ...]:
+    """One port per rank; rank 0 gets `asked`, else 8188 or the next free one. The others listen on `address`.
 
     Raises LaunchError when `asked` is taken or not a port that can be used.
     """
@@ -50,21 +50,22 @@ def choose_ports(world_size: int, asked: int | None) -> tuple[int, ...]:
         )
     else:
         first = asked
-    return (first, *_worker_ports(world_size - 1, first))
+    return (first, *worker_ports(ranks - 1, address, first))
 
 
 def free_port() -> int:
     """A free port that a launch for tests or the demo can ask for."""
-    return _worker_ports(1, 0)[0]
+    return worker_ports(1)[0]
 
 
-def _worker_ports(count: int, taken: int) -> list[int]:
+def worker_ports(count: int, address: str = "127.0.0.1", taken: int = 0) -> list[int]:
+    """Free ports of ranks that only rank 0 talks to."""
     found: list[int] = []
     # A random order keeps two launches that start at the same moment from choosing the same ports.
     for port in random.SystemRandom().sample(_WORKER_PORTS, _TRIES + count):
         if len(found) == count:
             break
-        if port != taken and is_free(port):
+        if port != taken and is_free(port, address):
             found.append(port)
     if len(found) < count:
         raise LaunchError(

@@ -51,7 +51,7 @@ def main() -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run_folder = Path(plan["run_folder"])
-    mine = plan["ranks"][rank]
+    mine = plan["ranks"][local_rank]
     os.environ.update(mine["environment"])
     # The interpreter read this name when it started; children of this process will read it again.
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))

@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..parallel.stacks import ask_for_stacks
 from .http_json import Refused, get_json
+from .machine_watch import MachineWatch
 from .records import LaunchRecord, RankEntry
 
 POLL_S = 0.3
@@ -28,7 +29,9 @@ def answers(url: str) -> bool:
     """True when a ComfyUI is up there."""
     try:
         get_json(url + "/system_stats")
-    except (OSError, ValueError, Refused):
+    except Refused as refusal:
+        return refusal.status == 403  # a worker that other machines reach: it answers nobody without the secret
+    except (OSError, ValueError):
         return False
     return True
 
@@ -47,6 +50,8 @@ def pack_is_loaded(url: str) -> bool:
 class ReadinessWatch(threading.Thread):
     """Keeps the record up to date; `failure` is set, and the agent told to stop, when the ranks do not come
     up.
+
+    urls: of this machine's ranks.  elsewhere: the launch is ready when its other machines are.
     """
 
     def __init__(
@@ -54,7 +59,8 @@ class ReadinessWatch(threading.Thread):
         record: LaunchRecord,
         say: Callable[[str], None],
         *,
-        urls: list[str],
+        urls: Mapping[int, str],
+        elsewhere: MachineWatch | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         super().__init__(name="readiness", daemon=True)
@@ -62,6 +68,7 @@ class ReadinessWatch(threading.Thread):
         self._record = record
         self._say = say
         self._urls = urls
+        self._elsewhere = elsewhere
         self._timeout_s = timeout_s
         self._run_folder = Path(record.run_folder)
         self._stopped = threading.Event()
@@ -120,8 +127,12 @@ class ReadinessWatch(threading.Thread):
                 self._say(f"rank {entry.rank} is ready on port {entry.port} (process {entry.pid})")
 
     def _become_ready(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.tell_ready()
+            if not self._elsewhere.all_ready():
+                return
         try:
-            loaded = pack_is_loaded(self._urls[0])
+            loaded = 0 not in self._urls or pack_is_loaded(self._urls[0])
         except OSError:
             return  # busy or gone again: the next look decides
         if not loaded:

@@ -23,7 +23,12 @@ class RankEntry:
     rank: int
     port: int
     pid: int | None = None
+    address: str = "127.0.0.1"
     ready: bool = False
+
+    def url(self, record: LaunchRecord) -> str:
+        """Where this machine reaches the rank's ComfyUI."""
+        return record.url if self.rank == 0 else web_address(self.address, self.port)
 
 
 @dataclass
@@ -56,12 +61,16 @@ class LaunchRecord:
         return process_birth(self.pid) == self.born
 
 
+def web_address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def record_path(pid: int) -> Path:
     return runtime_folder() / f"{pid}.json"
 
 
 def logs_of(record: LaunchRecord) -> Path:
-    """Where the agent keeps what the ranks write, by attempt and rank."""
+    """Where the agent keeps what the ranks write, by attempt and place on this machine."""
     return Path(record.run_folder) / "logs"
 
 

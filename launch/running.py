@@ -185,6 +185,6 @@ def what_is_left(record: LaunchRecord) -> list[str]:
     """Processes, ports and files of a launch that should be over, in words."""
     pids = [record.pid] + [entry.pid for entry in record.ranks if entry.pid is not None]
     left = [f"process {pid}" for pid in pids if process_birth(pid) is not None]
-    left += [f"port {entry.port}" for entry in record.ranks if not is_free(entry.port)]
+    left += [f"port {entry.port}" for entry in record.ranks if not is_free(entry.port, entry.address)]
     left += [str(path) for path in (Path(record.run_folder), record_path(record.pid)) if path.exists()]
     return left

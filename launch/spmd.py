@@ -17,7 +17,7 @@ import torch
 
 from ..parallel.cluster import Cluster
 from ..parallel.store import JsonStore
-from .agent import LoopbackStore
+from .agent import LaunchStore
 from .errors import LaunchError
 from .paths import PACK_ROOT
 from .rank import die_with, write_stacks_on_request
@@ -31,7 +31,7 @@ def start_ranks(command: Sequence[str], options: dict[str, Any]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    store = LoopbackStore()
+    store = LaunchStore()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -10,7 +10,7 @@ from ..parallel.rank_words import error_lines, group_words, memory_words, phase_
 from .errors import LaunchError
 from .http_json import Refused, get_json
 from .readiness import STATUS_ROUTE, answers
-from .records import LaunchRecord, live_records, logs_of
+from .records import LaunchRecord, RankEntry, live_records, logs_of
 
 PLACES = ("rank", "port", "process", "answers", "device", "shard", "replica", "AR", "denoise")
 WORK = ("rank", "phase", "last text", "last picture", "memory")
@@ -26,19 +26,17 @@ def status() -> int:
     healthy = True
     for record in records:
         plan, reports = rank_reports(record)
-        alive = [answers(f"http://127.0.0.1:{entry.port}") for entry in record.ranks[1:]]
-        alive.insert(0, answers(record.url))
-        healthy = healthy and all(alive)
+        alive = {entry.rank: answers(entry.url(record)) for entry in record.ranks}
+        healthy = healthy and all(alive.values())
         print(
             f"{record.url}  {record.state}, {len(record.ranks)} ranks on {record.device}, "
             f"ComfyUI {record.comfyui}, restarts {record.restarts}"
         )
         print(f"  checkout {record.checkout}, folder {record.base}, process {record.pid}")
         print(f"  plan {plan or 'none yet: no model has been loaded'}")
-        ranks = range(len(record.ranks))
-        print(table(PLACES, [place_row(record, rank, alive[rank], reports.get(rank)) for rank in ranks]))
+        print(table(PLACES, [place_row(entry, alive[entry.rank], reports.get(entry.rank)) for entry in record.ranks]))
         if reports:
-            print(table(WORK, [work_row(reports[rank]) for rank in ranks if rank in reports]))
+            print(table(WORK, [work_row(reports[rank]) for rank in sorted(reports)]))
         for line in error_lines(reports.values()):
             print(f"  {line}")
     return 0 if healthy else 1
@@ -52,14 +50,14 @@ def logs(rank: int | None, lines: int) -> int:
     if not records:
         print(NONE_RUNNING)
         return 0
-    if rank is not None and not any(0 <= rank < len(record.ranks) for record in records):
-        raise LaunchError(f"No running launch has a rank {rank}; the largest has {max(len(record.ranks) for record in records)} ranks.")
+    if rank is not None and not any(rank == entry.rank for record in records for entry in record.ranks):
+        raise LaunchError(f"No running launch has a rank {rank} on this machine; the largest has {max(len(record.ranks) for record in records)} ranks.")
     for record in records:
         if len(records) > 1:
             print(record.url)
-        for entry in record.ranks:
+        for place, entry in enumerate(record.ranks):
             if rank in (None, entry.rank):
-                for line in last_lines(logs_of(record), entry.rank, lines):
+                for line in last_lines(logs_of(record), place, lines):
                     print(f"[rank {entry.rank}] {line}")
     return 0
 
@@ -73,9 +71,8 @@ def rank_reports(record: LaunchRecord) -> tuple[str, dict[int, dict[str, Any]]]:
         return "", {}
 
 
-def place_row(record: LaunchRecord, rank: int, alive: bool, report: dict[str, Any] | None) -> list[str]:
-    entry = record.ranks[rank]
-    words = [str(rank), str(entry.port), str(entry.pid or "-"), "yes" if alive else "NO"]
+def place_row(entry: RankEntry, alive: bool, report: dict[str, Any] | None) -> list[str]:
+    words = [str(entry.rank), str(entry.port), str(entry.pid or "-"), "yes" if alive else "NO"]
     if report is None:
         return [*words, *["-"] * (len(PLACES) - len(words))]
     places = [str(report["place"].get(name, "-")) for name in ("shard", "replica")]

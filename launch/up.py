@@ -11,26 +11,18 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from ..parallel import environment as names
 from ..parallel.plan import PlanError, PlanName
 from ..parallel.plan_choice import plan_on_machines
 from .errors import LaunchError
 from .find_host import find_host
-from .host import (
-    ComfyHost,
-    RankPlace,
-    make_base,
-    patched_user_folder,
-    rank_arguments,
-    rank_environment,
-    reachable_address,
-    split_extra_flags,
-    write_model_paths,
-)
+from .host import ComfyHost, make_base, reachable_address, split_extra_flags
+from .instructions import launch_environment, rank_instructions
+from .machines import Machines, Meeting, read_machines
 from .parent import Parent
 from .paths import PACK_ROOT, STATE_FOLDER, make_run_folder
-from .ports import choose_ports
+from .ports import choose_ports, worker_ports
 from .records import (
     LaunchRecord,
     RankEntry,
@@ -39,21 +31,15 @@ from .records import (
     only_launch_in,
     process_birth,
     remove_record,
+    web_address,
 )
+
+if TYPE_CHECKING:
+    from .agent import Outcome  # imports torch, which takes seconds
 
 MAXIMUM_RANKS = 64
 DEFAULT_CPU_RANKS = 4
-
-# What loopback-only traffic between processes of one machine needs; a value that the user set stays.
-_COLLECTIVE_DEFAULTS = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    # NVLink multicast (NVLS) hangs or fails where the fabric manager is not set up for it.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-
+DEFAULT_RESTARTS = 3
 
 @dataclass(frozen=True)
 class UpOptions:
@@ -65,7 +51,11 @@ class UpOptions:
     port: int | None = None
     models: tuple[Path, ...] = ()
     base: Path | None = None
-    restarts: int = 3
+    restarts: int | None = None
+    nnodes: int = 1
+    rdzv_endpoint: str | None = None
+    node_rank: int | None = None
+    secret_file: Path | None = None
     comfy_flags: list[str] = field(default_factory=list)
     parent: Parent | None = None
 
@@ -87,20 +77,23 @@ def up(options: UpOptions) -> int:
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, _raise_stopped)
     try:
+        machines = read_machines(options.nnodes, options.rdzv_endpoint, options.node_rank, options.secret_file)
+        restarts = check_restarts(options.restarts, machines)
         host = find_host(say, comfy_dir=os.environ.get("COMFYUI_DIR"))
         first_flags, other_flags = split_extra_flags(host, options.comfy_flags)
         models = check_models(options.models)
         lock_folder, base = _base_of(host, options.base)
         with only_launch_in(lock_folder):
             live_records()  # removes what a killed launch left behind
-            device, world_size = choose_device(options.device, options.ranks)
-            check_plan(options.plan, world_size, world_size)
-            ports = choose_ports(world_size, options.port)
+            device, ranks = choose_device(options.device, options.ranks)
+            check_plan(options.plan, ranks * options.nnodes, ranks)
+            ports = _own_ports(ranks, options.port, machines)
             make_base(host, base, PACK_ROOT)
-            url = f"http://{reachable_address(first_flags)}:{ports[0]}"
-            record = _make_record(host, base, device, ports, url)
+            meeting = _meet(machines, ports, device, options.plan)
+            url = web_address(reachable_address(first_flags) if meeting.number == 0 else meeting.shown_at, meeting.ports[0])
+            record = _make_record(host, base, device, meeting, ports, url)
             try:
-                return _run(host, record, options, models, (first_flags, other_flags))
+                return _run(host, record, options, meeting, restarts, models, (first_flags, other_flags))
             finally:
                 remove_record(record)
     except Stopped:
@@ -159,7 +152,7 @@ def choose_device(asked: str, ranks: int | None) -> tuple[str, int]:
 
 
 def check_plan(name: PlanName | None, world_size: int, machine_ranks: int) -> None:
-    """Raises LaunchError for a plan that so many ranks cannot follow."""
+    """Raises LaunchError for a plan that so many ranks cannot follow, or not on their machines."""
     if name is not None:
         try:
             plan_on_machines(name, world_size=world_size, machine_ranks=machine_ranks)
@@ -167,20 +160,60 @@ def check_plan(name: PlanName | None, world_size: int, machine_ranks: int) -> No
             raise LaunchError(f"--plan {name} is not possible with {world_size} ranks: {error}.") from None
 
 
-def _make_record(host: ComfyHost, base: Path, device: str, ports: tuple[int, ...], url: str) -> LaunchRecord:
+def check_restarts(asked: int | None, machines: Machines | None) -> int:
+    """Raises LaunchError where restarts were asked for and cannot be had."""
+    if machines is None:
+        return DEFAULT_RESTARTS if asked is None else asked
+    if asked:
+        raise LaunchError(
+            f"--restarts {asked} works on one machine only; with --nnodes a lost rank ends the launch on all machines, start `up` there again."
+        )
+    return 0
+
+
+def _own_ports(ranks: int, asked: int | None, machines: Machines | None) -> tuple[int, ...]:
+    """Ports of this machine's ranks."""
+    if machines is None:
+        return choose_ports(ranks, asked)
+    if machines.number == 0:
+        return choose_ports(ranks, asked, machines.address)
+    if asked is not None:
+        raise LaunchError("--port is of the ComfyUI to open, which runs on machine 0; leave it out here.")
+    return tuple(worker_ports(ranks, machines.address))
+
+
+def _meet(machines: Machines | None, ports: tuple[int, ...], device: str, plan: PlanName | None) -> Meeting:
+    """The launch's store, and what the other machines have told there."""
+    from .agent import LaunchStore
+    from .meeting import meet_at_store, this_member
+
+    launch_id = secrets.token_hex(8)
+    if machines is None:
+        store = LaunchStore()
+        return Meeting(launch_id, "127.0.0.1", store.port, ports, secrets.token_hex(32), server=store)
+    say(machines.sentence())
+    try:
+        server = LaunchStore(machines.address, machines.port) if machines.number == 0 else None
+    except OSError as error:
+        raise LaunchError(f"The store cannot listen on {machines.address}:{machines.port} ({error}); choose another port in --rdzv-endpoint.") from None
+    say(f"Waiting for the other machines at {machines.host}:{machines.port}")
+    return meet_at_store(machines, this_member(machines, launch_id=launch_id, ports=ports, device=device, plan=plan), server)
+
+
+def _make_record(host: ComfyHost, base: Path, device: str, meeting: Meeting, ports: tuple[int, ...], url: str) -> LaunchRecord:
     born = process_birth(os.getpid())
     assert born is not None
     record = LaunchRecord(
         pid=os.getpid(),
         born=born,
-        launch_id=secrets.token_hex(8),
+        launch_id=meeting.launch_id,
         checkout=str(PACK_ROOT),
         base=str(base),
         run_folder=str(make_run_folder()),
         comfyui=f"{host.version} ({host.origin})",
         device=device,
         url=url,
-        ranks=[RankEntry(rank, port) for rank, port in enumerate(ports)],
+        ranks=[RankEntry(meeting.number * len(ports) + place, port, address=meeting.address) for place, port in enumerate(ports)],
     )
     record.write()
     return record
@@ -190,103 +223,56 @@ def _run(
     host: ComfyHost,
     record: LaunchRecord,
     options: UpOptions,
+    meeting: Meeting,
+    restarts: int,
     models: tuple[Path, ...],
     flags: tuple[list[str], list[str]],
 ) -> int:
-    from .agent import LoopbackStore, run_ranks
+    from .agent import AgentPlace, run_ranks
     from .readiness import ReadinessWatch
 
-    store = LoopbackStore()
     # The secret travels in the environment alone: a command line is visible to every user of the machine.
-    os.environ.update(launch_environment(record, store.port, options.plan, models, secrets.token_hex(32)))
-    run_folder = Path(record.run_folder)
-    plan = run_folder / "plan.json"
-    plan.write_text(json.dumps(rank_instructions(host, record, flags)))
+    os.environ.update(launch_environment(record, meeting, options.plan, models, meeting.secret))
+    instructions = Path(record.run_folder) / "plan.json"
+    instructions.write_text(json.dumps(rank_instructions(host, record, flags)))
     say(f"Starting {len(record.ranks)} ranks on {record.device} in ComfyUI {record.comfyui}")
-    urls = [record.url] + [f"http://127.0.0.1:{entry.port}" for entry in record.ranks[1:]]
-    watch = ReadinessWatch(record, say, urls=urls)
+    elsewhere = meeting.watch
+    watch = ReadinessWatch(record, say, urls={entry.rank: entry.url(record) for entry in record.ranks}, elsewhere=elsewhere)
     watch.start()
+    if elsewhere is not None:
+        elsewhere.start()
     outcome = run_ranks(
-        world_size=len(record.ranks),
+        ranks=len(record.ranks),
         launch_id=record.launch_id,
-        store_port=store.port,
-        plan=plan,
+        place=AgentPlace(meeting.store_host, meeting.store_port, meeting.number, meeting.count, meeting.address),
+        plan=instructions,
         logs=logs_of(record),
-        restarts=options.restarts,
+        restarts=restarts,
         is_ready=lambda: record.state == "ready",
         on_failure=say,
     )
     _ignore_signals()  # nothing may interrupt the clean-up now
     watch.stop()
-    if watch.failure is not None:
-        raise LaunchError(watch.failure)
+    failure = watch.failure or (elsewhere.failure if elsewhere is not None else None) or _failure_of(outcome)
+    if elsewhere is not None:
+        elsewhere.end(failure or "it was stopped")
+    if failure is not None:
+        if outcome.log_tail:
+            print(outcome.log_tail, file=sys.stderr)
+        raise LaunchError(failure)
+    assert outcome.signal is not None
+    say(f"Stopped ({outcome.signal.name}).")
+    return 0
+
+
+def _failure_of(outcome: Outcome) -> str | None:
     if outcome.signal is not None:
-        say(f"Stopped ({outcome.signal.name}).")
-        return 0
-    if outcome.log_tail:
-        print(outcome.log_tail, file=sys.stderr)
+        return None
     who = "The launch" if outcome.rank is None else f"Rank {outcome.rank}"
-    raise LaunchError(f"{who} {outcome.cause}; all ranks were stopped. Its last lines are above.")
+    return f"{who} {outcome.cause}; all ranks were stopped. Its last lines are above."
 
 
 def _ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(wanted, signal.SIG_IGN)
-
-
-def launch_environment(
-    record: LaunchRecord, store_port: int, plan: PlanName | None, models: tuple[Path, ...], secret: str
-) -> dict[str, str]:
-    """The variables that all ranks share; torchrun's agent adds RANK, WORLD_SIZE and LOCAL_RANK."""
-    world_size = len(record.ranks)
-    threads = max(1, (os.cpu_count() or 1) // world_size)
-    shared = {key: value for key, value in _COLLECTIVE_DEFAULTS.items() if key not in os.environ}
-    if "OMP_NUM_THREADS" not in os.environ:
-        shared["OMP_NUM_THREADS"] = str(threads)
-    if models:
-        # A folder that the user already exported stays selectable.
-        known = [word for word in os.environ.get(names.MODEL_DIRS, "").split(os.pathsep) if word]
-        shared[names.MODEL_DIRS] = os.pathsep.join([*map(str, models), *known])
-    return shared | {
-        names.STORE: f"127.0.0.1:{store_port}",
-        names.SECRET: secret,
-        names.LAUNCH_ID: record.launch_id,
-        names.PORTS: ",".join(str(entry.port) for entry in record.ranks),
-        names.DEVICE: record.device,
-        names.LOGS: str(logs_of(record)),
-        names.PLAN: plan or "",
-    }
-
-
-def rank_instructions(host: ComfyHost, record: LaunchRecord, flags: tuple[list[str], list[str]]) -> dict[str, object]:
-    """What rank.py reads: the script to become, and each rank's arguments and variables. Makes the ranks'
-    folders.
-    """
-    run_folder, base = Path(record.run_folder), Path(record.base)
-    model_paths = write_model_paths(host, base, run_folder / "model_paths.yaml")
-    ranks = []
-    for entry in record.ranks:
-        own = run_folder / f"rank{entry.rank}"
-        for name in ("user", "output"):
-            (own / name).mkdir(parents=True)
-        place = RankPlace(entry.rank, entry.port, record.device, own, base)
-        user = patched_user_folder(host, place)
-        extra = flags[0] if entry.rank == 0 else flags[1]
-        ranks.append(
-            {
-                "arguments": rank_arguments(host, place, extra, model_paths),
-                "environment": {
-                    names.PORT: str(entry.port),
-                    **rank_environment(host),
-                },
-                "user_folder": None if user is None else str(user),
-            }
-        )
-    return {
-        "agent_pid": os.getpid(),
-        "run_folder": str(run_folder),
-        "device": record.device,
-        "script": str(host.root / "main.py"),
-        "ranks": ranks,
-    }

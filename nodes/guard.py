@@ -2,7 +2,7 @@
 
 A worker is a complete ComfyUI. A prompt, upload or interrupt that reached it directly would run beside the
 section that rank 0 leads, so everything that changes state needs the launch's secret. Reading (GET) stays
-open: it helps when looking for a problem.
+open on loopback, where it helps when looking for a problem, and not where other machines reach the worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def install(server: Any, environment: LaunchEnvironment | None) -> None:
 
 
 def secret_guard(environment: LaunchEnvironment) -> Callable:
-    """Middleware that answers 403 to every changing request without the launch's secret."""
+    """Middleware that answers 403 to every changing request without the launch's secret, and to every other one on several machines."""
+    open_methods = frozenset() if environment.addresses else _READING
     secret = environment.secret.encode()
     sentence = (
         f"this is rank {environment.rank} of a PhaseParallel launch and takes orders from rank 0 only; "
@@ -55,7 +56,7 @@ def secret_guard(environment: LaunchEnvironment) -> Callable:
     @web.middleware
     async def require_secret(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(SECRET_HEADER, "").encode(errors="surrogateescape")
-        if request.method in _READING or hmac.compare_digest(given, secret):
+        if request.method in open_methods or hmac.compare_digest(given, secret):
             return await handler(request)
         _log.warning("refused %s %s from %s", request.method, request.path, request.remote)
         # The shape of ComfyUI's own refusals, so that its frontend shows the sentence.

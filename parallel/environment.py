@@ -19,6 +19,9 @@ SECRET = "PHASE_PARALLEL_SECRET"
 LAUNCH_ID = "PHASE_PARALLEL_LAUNCH_ID"
 PORT = "PHASE_PARALLEL_PORT"
 PORTS = "PHASE_PARALLEL_PORTS"
+ADDRESSES = "PHASE_PARALLEL_ADDRESSES"
+"""Where each rank listens, comma-separated; left out where all are on one machine, on loopback."""
+
 TIMEOUT_S = "PHASE_PARALLEL_TIMEOUT_S"
 DEVICE = "PHASE_PARALLEL_DEVICE"
 MODEL_DIRS = "PHASE_PARALLEL_MODEL_DIRS"
@@ -70,6 +73,8 @@ class LaunchEnvironment:
     """What ``auto`` means in this launch; None: what fits the ranks and their memory."""
     machine_ranks: int = 0
     """Ranks of each machine; 0: all are on one."""
+    addresses: tuple[str, ...] = ()
+    """Address that each rank listens on; empty: all on loopback."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -108,6 +113,7 @@ class LaunchEnvironment:
             logs=environ.get(LOGS, ""),
             plan=_plan(environ, world_size, machine_ranks),
             machine_ranks=machine_ranks if machine_ranks < world_size else 0,
+            addresses=_addresses(environ, world_size),
         )
 
     @property
@@ -120,8 +126,9 @@ class LaunchEnvironment:
         return f"{self.launch_id}/{self.restart_count}"
 
     def url(self, rank: int) -> str:
-        """Address of a rank's ComfyUI; ranks listen on loopback."""
-        return f"http://127.0.0.1:{self.ports[rank]}"
+        """Address of a rank's ComfyUI."""
+        host = self.addresses[rank] if self.addresses else "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.ports[rank]}"
 
     def to_environ(self) -> dict[str, str]:
         """The variables that make ``from_environ`` return this object again; what the launcher exports."""
@@ -140,6 +147,7 @@ class LaunchEnvironment:
             RESTART_COUNT: str(self.restart_count),
             LOGS: self.logs,
             PLAN: self.plan or "",
+            ADDRESSES: ",".join(self.addresses),
             LOCAL_WORLD_SIZE: str(self.machine_ranks or self.world_size),
         }
 
@@ -193,6 +201,15 @@ def _address(environ: Mapping[str, str]) -> tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise EnvironmentProblem(f"{STORE}={text!r} is not host:port, for example 127.0.0.1:29400")
     return host.strip("[]"), int(port)
+
+
+def _addresses(environ: Mapping[str, str], world_size: int) -> tuple[str, ...]:
+    addresses = tuple(part for part in environ.get(ADDRESSES, "").split(",") if part)
+    if len(addresses) not in (0, world_size):
+        raise EnvironmentProblem(
+            f"{ADDRESSES} names {len(addresses)} addresses but {WORLD_SIZE} is {world_size}; name one per rank, or none"
+        )
+    return addresses
 
 
 def _ports(environ: Mapping[str, str], rank: int, world_size: int) -> tuple[int, ...]:

@@ -225,6 +225,7 @@ def test_bad_requests_end_before_any_rank_starts(stand_in: Path, tmp_path: Path)
         for options, sentence in (
             (["--port", port], f"Port {port} is in use"),
             (["--ranks", "0"], "--ranks 0 is not possible"),
+            (["--node-rank", "1"], "--rdzv-endpoint, --node-rank and --secret-file are for several machines; add --nnodes 2 or more"),
             (["--ranks", "3", "--plan", "hybrid"], "--plan hybrid is not possible with 3 ranks: plan hybrid needs an even number of ranks"),
             (["--ranks", "2", "--plan", "single"], "--plan single is not possible with 2 ranks: plan single uses 1 rank"),
             (["--model", str(tmp_path / "none")], "is not a folder"),

@@ -126,6 +126,16 @@ def test_a_worker_obeys_the_secret_and_answers_questions(joined: LaunchEnvironme
     assert serve(joined, visit) == [f"POST {path}" for path in CHANGING] + ["GET /queue"]
 
 
+def test_a_worker_that_other_machines_reach_answers_nobody_without_the_secret(joined: LaunchEnvironment) -> None:
+    async def visit(client: TestClient) -> None:
+        for headers, status in (({}, 403), ({SECRET_HEADER: "0123456789abcdeF"}, 403), ({SECRET_HEADER: joined.secret}, 200)):
+            async with client.get("/queue", headers=headers) as answer:
+                assert answer.status == status
+
+    addresses = ("127.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
+    assert serve(replace(joined, addresses=addresses), visit) == ["GET /queue"]
+
+
 def test_a_worker_is_visible_before_its_first_prompt(joined: LaunchEnvironment) -> None:
     async def visit(client: TestClient) -> None:
         cluster = cluster_module._process_cluster

@@ -29,7 +29,8 @@ LAUNCH = LaunchEnvironment(
 
 def test_round_trip() -> None:
     assert LaunchEnvironment.from_environ(LAUNCH.to_environ()) == LAUNCH
-    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1", plan=None, machine_ranks=2)
+    addresses = ("127.0.0.1", "10.0.0.1", "fd00::2", "fd00::2")
+    shorter = replace(LAUNCH, timeout_s=2.5, device="cpu", model_dirs=(), store_host="::1", plan=None, machine_ranks=2, addresses=addresses)
     assert LaunchEnvironment.from_environ(shorter.to_environ()) == shorter
 
 
@@ -56,6 +57,8 @@ def test_what_may_be_left_out() -> None:
 def test_derived() -> None:
     assert LAUNCH.port == 8202
     assert LAUNCH.url(0) == "http://127.0.0.1:8188"
+    elsewhere = replace(LAUNCH, addresses=("127.0.0.1", "10.0.0.1", "fd00::2", "fd00::2"))
+    assert [elsewhere.url(rank) for rank in (0, 1, 2)] == ["http://127.0.0.1:8188", "http://10.0.0.1:8201", "http://[fd00::2]:8202"]
     assert LAUNCH.store_prefix != replace(LAUNCH, restart_count=2).store_prefix
 
 
@@ -72,6 +75,7 @@ def test_derived() -> None:
         (names.WORLD_SIZE, "0", "WORLD_SIZE=0 is out of range"),
         (names.PORTS, "8188,8201", "names 2 ports but WORLD_SIZE is 4"),
         (names.PORTS, "8188,a,b,c", "is not a comma-separated list of ports"),
+        (names.ADDRESSES, "10.0.0.1,10.0.0.2", "names 2 addresses but WORLD_SIZE is 4"),
         (names.PORT, "8188", "gives rank 2 port 8202; the two must agree"),
         (names.TIMEOUT_S, "soon", "PHASE_PARALLEL_TIMEOUT_S='soon' is not a number"),
         (names.TIMEOUT_S, "0", "is out of range; use a number from 1 to 86400"),
