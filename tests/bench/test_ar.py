@@ -35,6 +35,14 @@ def test_table_of_one_and_of_two_ranks(ranks: int, tmp_path: Path, capfd: pytest
     assert f"t2i   prefill   {1251 // 8} tokens" in capfd.readouterr().out
 
 
+@pytest.mark.ranks4
+def test_replicas_write_the_same_text(tmp_path: Path) -> None:
+    """Each replica by itself: the bench refuses rows whose ranks wrote different tokens."""
+    out = tmp_path / "ar.json"
+    assert main([*SMALL, "--ranks", "4", "--scheme", "replicated", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["scheme"] == "replicated: AR TP2 on each of 2 replicas · denoise TP2×SP2 (ulysses)"
+
+
 def test_rows_have_the_published_lengths() -> None:
     built = release(layers=2)
     assert [len(prompt_row(built, task)) for task in TASKS] == [1251, 6290]

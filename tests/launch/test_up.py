@@ -161,7 +161,7 @@ def test_a_second_launch_in_the_same_folder_is_refused(stand_in: Path, tmp_path:
         assert not Path(record.run_folder).exists(), "the next launch tidies up after a killed one"
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "SIGTERM", "SIGHUP"])
 def test_a_stop_takes_everything_down(stand_in: Path, tmp_path: Path, stop: signal.Signals) -> None:
     with started("--ranks", "2", comfyui=stand_in, base=tmp_path / "base") as (process, record):
         process.send_signal(stop)
