@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 300
-# One idea that is longer than the budget, and why.
 MAX_REPOSITORY_BYTES = 24 << 20
 MAX_GOLDEN_BYTES = 6 << 20
 MACHINE_PATH = re.compile(r"(^|[^A-Za-z.])/(home|root|mnt|work)/[a-z]")
