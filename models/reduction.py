@@ -11,9 +11,10 @@ from ..kernels.peer_gather import gather_bytes
 from ..kernels.peer_reduce import MAXIMUM_RANKS, Mailboxes, mailbox_bytes, reduce_residual_norm
 from ..kernels.residual_norm import residual_norm_triton
 from ..parallel.abort_word import AbortWord
-from ..parallel.collectives import CollectiveTimeout, Communicator, Partial, PhaseView
+from ..parallel.collectives import Communicator, Partial, PhaseView
 from ..parallel.peer_memory import PeerMemory, PeerMemoryError, open_peer_memory
 from ..parallel.resident import Weight
+from ..parallel.waiting import CollectiveTimeout
 from .decode_head import GroupHead, Head, PeerHead
 from .flashinfer_reduction import open_flashinfer_reduction, why_not_flashinfer_reduction
 

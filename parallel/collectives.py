@@ -7,10 +7,8 @@ active phase does not own, a wrong gather order, or another number of calls than
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from .abort_word import AbortWord
 from .groups import ProcessGroups
 from .ledger import Ledger, Role
 from .plan import ParallelPlan, Phase, Topology
+from .waiting import CollectiveError, await_event, await_work
 
 PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
     "prefill": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
@@ -27,18 +26,6 @@ PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
         {"row_reduce", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
     ),
 }
-_POLL = timedelta(milliseconds=250)
-# How often the host looks whether the device has got so far, and whether a peer has failed.
-_DEVICE_POLL_S = 0.0002
-_FAULT_CHECK_S = 0.25
-
-
-class CollectiveError(RuntimeError):
-    """A guard of this module fired; the message names phase, role and site."""
-
-
-class CollectiveTimeout(CollectiveError):
-    """A peer did not join a collective in time."""
 
 
 class Partial:
@@ -149,35 +136,15 @@ class Communicator:
         return out
 
     def wait(self, work: dist.Work, site: str) -> None:
-        """Wait without ever being stuck: NCCL orders streams, gloo is polled for faults of peers and for the timeout."""
+        """NCCL orders streams; on gloo the host waits here."""
         if self.groups.backend == "nccl" and site != "control":
             work.wait()
-            return
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError as error:
-                self.fault_check()
-                if work.is_completed():
-                    _settle(work, site)
-                    return
-                if time.monotonic() > deadline:
-                    raise CollectiveTimeout(f"a peer did not join the collective at {site} within {self.timeout_s:.0f} s") from error
+        else:
+            await_work(work, site, timeout_s=self.timeout_s, fault_check=self.fault_check)
 
     def await_event(self, event: torch.cuda.Event, what: str) -> None:
-        """Wait until the device has reached ``event``, never stuck behind a peer: raises when one has failed meanwhile, and CollectiveTimeout when
-        one stays away although nobody has said that it failed. NCCL's kernels know no limit of their own."""
-        began = asked = time.monotonic()
-        while not event.query():
-            time.sleep(_DEVICE_POLL_S)
-            now = time.monotonic()
-            if now - asked > _FAULT_CHECK_S:
-                self.fault_check()
-                asked = now
-            if now - began > self.timeout_s:
-                raise CollectiveTimeout(f"the device did not finish {what} within {self.timeout_s:.0f} s")
+        """Wait until the device has reached ``event``; NCCL's kernels know no limit of their own. Raises as :func:`.waiting.await_event`."""
+        await_event(event, what, timeout_s=self.timeout_s, fault_check=self.fault_check)
 
     def await_device(self, what: str) -> None:
         """As ``await_event``, for all that this rank's device has been told to do. Before the host reads a result that peers take part in: reading
@@ -195,14 +162,6 @@ class Communicator:
         """As ``destroy``, after a fault: what waits for a peer on this rank's device ends too."""
         self.abort_word.set()
         self.groups.abort()
-
-
-def _settle(work: dist.Work, site: str) -> None:
-    """The outcome of completed work. It may have completed well just after a poll gave up, so the poll's own error says nothing."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise CollectiveError(f"a peer left the collective at {site}: {str(error).splitlines()[0]}") from error
 
 
 class PhaseView:

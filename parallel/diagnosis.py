@@ -14,9 +14,9 @@ import traceback
 import torch.distributed as dist
 
 from .cluster import Cluster
-from .collectives import CollectiveError, CollectiveTimeout
 from .faults import Fault, SectionError, SharedSymptom, describe_cause
 from .stacks import ask_ranks_for_stacks
+from .waiting import CollectiveError, CollectiveTimeout
 
 _log = logging.getLogger(__name__)
 _CAUSE_PATIENCE_S = 2.0

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from .collectives import CollectiveError, Partial
+from .collectives import Partial
 from .slicing import WeightRole
+from .waiting import CollectiveError
 
 _MICRO_DIM: dict[WeightRole, int | None] = {"column_parallel": 0, "vocab_parallel": 0, "row_parallel": 1, "replicated": None}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,7 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE, HERE.parent / "workflows"):
     sys.path.append(str(folder))
 
-
-@dataclass
-class Cell:
-    """What one fault led to. ``seconds``: until the user saw ``sentence``."""
-
-    fault: str
-    phase: str
-    rank: int
-    seconds: float = 0.0
-    sentence: str = ""
-    next_prompt: str = "not reached"
-
+from fault_cell import Cell  # noqa: E402 - the folder must be on the path first
 
 _cells = pytest.StashKey[list[Cell]]()
 

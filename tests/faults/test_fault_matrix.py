@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Cell
+from fault_cell import Cell
 from injector import KINDS, PHASES
 from rank_pool import RankPool, Reply
 

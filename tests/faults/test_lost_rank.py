@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cell
+from fault_cell import Cell
 from graph_runs import graph_of, node_of
 from server_client import Graph
 

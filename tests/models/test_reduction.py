@@ -14,10 +14,11 @@ from phase_parallel.models import decode_head, flashinfer_reduction, reduction
 from phase_parallel.models.flashinfer_reduction import open_flashinfer_reduction
 from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction, why_not_reduction
 from phase_parallel.parallel.abort_word import AbortWord
-from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator, Partial
+from phase_parallel.parallel.collectives import Communicator, Partial
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.peer_memory import PeerMemory, PeerMemoryError
 from phase_parallel.parallel.plan import ParallelPlan
+from phase_parallel.parallel.waiting import CollectiveError, CollectiveTimeout
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")

@@ -22,9 +22,10 @@ from phase_parallel.models.hunyuan_image_3.text_generation import TextRequest, T
 from phase_parallel.models.hunyuan_image_3.text_rules import StageRules, TextStageError
 from phase_parallel.models.hunyuan_image_3.token_loop import DeviceLoop, HostLoop, TextJob, TokenLoop, choose_decode
 from phase_parallel.models.reduction import GroupReduction
-from phase_parallel.parallel.collectives import CollectiveTimeout, Communicator
+from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.faults import Fault, RankFault, SectionCancelled
 from phase_parallel.parallel.plan import ParallelPlan
+from phase_parallel.parallel.waiting import CollectiveTimeout
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

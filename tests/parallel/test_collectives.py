@@ -9,10 +9,11 @@ import pytest
 import torch
 from thread_world import run_ranks
 
-from phase_parallel.parallel.collectives import PHASE_ROLES, CollectiveError, Communicator, Partial, PhaseView
+from phase_parallel.parallel.collectives import PHASE_ROLES, Communicator, Partial, PhaseView
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.ledger import ROLES
 from phase_parallel.parallel.plan import PHASES, ParallelPlan, make_plan
+from phase_parallel.parallel.waiting import CollectiveError
 
 HYBRID = dict(name="hybrid", world_size=4)
 CFG = dict(name="hybrid", world_size=4, denoise="cfg")

@@ -6,9 +6,10 @@ import pytest
 import torch
 from thread_world import run_ranks
 
-from phase_parallel.parallel.collectives import CollectiveError, Communicator, Partial
+from phase_parallel.parallel.collectives import Communicator, Partial
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.plan import ParallelPlan, make_plan
+from phase_parallel.parallel.waiting import CollectiveError
 
 HYBRID = dict(name="hybrid", world_size=4)
 EIGHT = dict(name="hybrid", world_size=8, storage_tp=4)

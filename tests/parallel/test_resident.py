@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phase_parallel.parallel.collectives import CollectiveError, Partial
+from phase_parallel.parallel.collectives import Partial
 from phase_parallel.parallel.resident import Weight, project
+from phase_parallel.parallel.waiting import CollectiveError
 
 
 def inside(view: torch.Tensor, parent: torch.Tensor) -> bool:

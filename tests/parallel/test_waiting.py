@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phase_parallel.parallel.collectives import CollectiveError, CollectiveTimeout, Communicator
+from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.plan import make_plan
+from phase_parallel.parallel.waiting import CollectiveError, CollectiveTimeout
 
 
 class Work:
