@@ -90,5 +90,7 @@ def test_plan_that_does_not_fit_fails_each_case(unseen: Path, capsys: pytest.Cap
     assert out.splitlines()[-1] == "cases 4 of 4, tensors 0, worst error 0.00e+00: FAIL"
 
 
-def test_presets_are_the_plans_of_the_issue() -> None:
-    assert list(PRESETS) == ["single", "tp2", "tp4", "hybrid-sp-ulysses", "hybrid-sp-kv", "hybrid-cfg"]
+def test_presets_are_the_plans_that_all_checks_cover() -> None:
+    hybrid = ["hybrid-sp-ulysses", "hybrid-sp-kv", "hybrid-cfg"]
+    replicated = ["replicated-sp-ulysses", "replicated-sp-kv", "replicated-cfg"]
+    assert list(PRESETS) == ["single", "tp2", "tp4", *hybrid, *replicated]
