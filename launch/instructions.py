@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..parallel import environment as names
 from ..parallel.plan import PlanName
+from .gpus import gpu_of
 from .host import ComfyHost, RankPlace, patched_user_folder, rank_arguments, rank_environment, write_model_paths
 from .machines import Meeting
 from .records import LaunchRecord, logs_of
@@ -53,7 +54,7 @@ def rank_instructions(host: ComfyHost, record: LaunchRecord, flags: tuple[list[s
     run_folder, base = Path(record.run_folder), Path(record.base)
     model_paths = write_model_paths(host, base, run_folder / "model_paths.yaml")
     ranks = []
-    for entry in record.ranks:
+    for local_rank, entry in enumerate(record.ranks):
         own = run_folder / f"rank{entry.rank}"
         for name in ("user", "output"):
             (own / name).mkdir(parents=True)
@@ -65,6 +66,7 @@ def rank_instructions(host: ComfyHost, record: LaunchRecord, flags: tuple[list[s
                 "arguments": rank_arguments(host, place, extra, model_paths),
                 "environment": {
                     names.PORT: str(entry.port),
+                    **({"CUDA_VISIBLE_DEVICES": gpu_of(local_rank)} if record.device == "cuda" else {}),
                     **rank_environment(host),
                 },
                 "user_folder": None if user is None else str(user),
@@ -73,7 +75,6 @@ def rank_instructions(host: ComfyHost, record: LaunchRecord, flags: tuple[list[s
     return {
         "agent_pid": os.getpid(),
         "run_folder": str(run_folder),
-        "device": record.device,
         "script": str(host.root / "main.py"),
         "ranks": ranks,
     }

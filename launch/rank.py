@@ -34,12 +34,6 @@ def write_stacks_on_request() -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def own_device(local_rank: int, visible: str | None) -> str:
-    """The one device of this rank: entry `local_rank` of what the user made visible."""
-    devices = [word for word in (visible or "").split(",") if word]
-    return devices[local_rank] if devices else str(local_rank)
-
-
 def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
     die_with(plan["agent_pid"])
@@ -55,8 +49,6 @@ def main() -> int:
     os.environ.update(mine["environment"])
     # The interpreter read this name when it started; children of this process will read it again.
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if plan["device"] == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = own_device(local_rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
     report = run_folder / f"rank{rank}.json"
     report.with_suffix(".new").write_text(json.dumps({"pid": os.getpid(), "restart": restart}))
     report.with_suffix(".new").replace(report)

@@ -19,6 +19,7 @@ from ..parallel.cluster import Cluster
 from ..parallel.store import JsonStore
 from .agent import LaunchStore
 from .errors import LaunchError
+from .gpus import see_one_gpu
 from .paths import PACK_ROOT
 from .rank import die_with, write_stacks_on_request
 
@@ -72,7 +73,7 @@ def joined(options: dict[str, Any], *, name: str, timeout_s: float) -> Iterator[
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options["device"] == "cuda":
-        see_one_device(int(os.environ["LOCAL_RANK"]))
+        see_one_gpu(int(os.environ["LOCAL_RANK"]))
         device = torch.device("cuda:0")
         torch.cuda.set_device(device)
     cluster = Cluster(
@@ -88,11 +89,3 @@ def joined(options: dict[str, Any], *, name: str, timeout_s: float) -> Iterator[
     finally:
         cluster.close()
 
-
-def see_one_device(local_rank: int) -> None:
-    """Hide the other GPUs; must come before this process first asks for a device."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(number) for number in range(local_rank + 1)]
-    if local_rank >= len(devices):
-        raise LaunchError(f"Rank {local_rank} has no GPU: CUDA_VISIBLE_DEVICES names {len(devices)}; start fewer ranks.")
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]

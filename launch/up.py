@@ -17,6 +17,7 @@ from ..parallel.plan import PlanError, PlanName
 from ..parallel.plan_choice import plan_on_machines
 from .errors import LaunchError
 from .find_host import find_host
+from .gpus import gpus_for
 from .host import ComfyHost, make_base, reachable_address, split_extra_flags
 from .instructions import launch_environment, rank_instructions
 from .machines import Machines, Meeting, read_machines
@@ -136,9 +137,7 @@ def choose_device(asked: str, ranks: int | None) -> tuple[str, int]:
         raise LaunchError(f"--ranks {ranks} is not possible; choose 1 to {MAXIMUM_RANKS}.")
     if asked == "cpu":
         return "cpu", ranks or DEFAULT_CPU_RANKS
-    import torch  # takes seconds: not before it is needed
-
-    found = torch.cuda.device_count()
+    found = gpus_for(ranks or 1)
     if asked == "auto" and not found:
         return "cpu", ranks or DEFAULT_CPU_RANKS
     if ranks is None and found:

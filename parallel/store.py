@@ -118,7 +118,10 @@ class JsonStore:
         while not store.check(list(keys)):
             check()
             if timeout_s is not None and time.monotonic() - start > timeout_s:
-                raise StoreTimeout([key for key in keys if not store.check([key])], timeout_s)
+                # The last may have come since the look above, which on a busy machine can lie seconds back.
+                if missing := [key for key in keys if not store.check([key])]:
+                    raise StoreTimeout(missing, timeout_s)
+                break
             time.sleep(pause)
             pause = min(pause * 1.5, _LAST_POLL_S)
         return [json.loads(value) for value in store.multi_get(list(keys))]

@@ -48,7 +48,7 @@ class Injector:
         if kind == "exception":
             raise ValueError("the test broke this rank")
         if kind == "out of memory":
-            torch.empty(1 << 60)
+            torch.empty(1 << 50, device=next(iter(self._resident().values())).device)
         if kind == "NaN":
             for name, tensor in self._resident().items():
                 if order["weight"] in name:

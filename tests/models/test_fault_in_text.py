@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from rank_gpus import have_gpus, on_gpu
 from rank_pool import RankPool
 
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
 
 pytestmark = pytest.mark.ranks4
 HERE = Path(__file__).parent
-GPUS = torch.cuda.device_count() >= 2
+GPUS = have_gpus(2)
 # Without the word that ends reductions the ranks would wait for their limit of two minutes.
 SOON_S = 1.0 if GPUS else 3.0
 
@@ -31,8 +31,8 @@ def ranks() -> Iterator[RankPool]:
     helpers = os.pathsep.join([str(HERE.parent / "parallel"), os.environ.get("PYTHONPATH", "")])
 
     def environment(rank: int, store: str) -> dict[str, str]:
-        own = {"PYTHONPATH": helpers, "DEVICE": "cuda" if GPUS else "cpu", "TRITON_INTERPRET": "0"}
-        return own | ({"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"} if GPUS else {})
+        own = {"PYTHONPATH": helpers, "DEVICE": "cuda" if GPUS else "cpu"}
+        return own | (on_gpu(rank) if GPUS else {"TRITON_INTERPRET": "0"})
 
     pool = RankPool(HERE / "fault_program.py", 2, environment)
     yield pool

@@ -58,6 +58,16 @@ def test_timeout_names_what_is_missing(store: JsonStore) -> None:
     assert time.monotonic() - start < 1.0
 
 
+def test_what_comes_at_the_last_moment_is_not_missing(store: JsonStore) -> None:
+    """The process slept past the limit, and the value came between its last look and the limit's."""
+
+    def late() -> None:
+        time.sleep(0.2)
+        store.set("enter/0", "here")
+
+    assert store.collect(["enter/0"], 0.1, late) == ["here"]
+
+
 def test_check_ends_a_wait(store: JsonStore) -> None:
     looks = []
 
