@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..parallel.cluster import Cluster, process_cluster
+from ..parallel.cluster import Cluster
 from ..parallel.environment import LaunchEnvironment
 from ..parallel.faults import SectionCancelled, SectionError, name_ranks
 from ..parallel.operations import OperationCall, Tensors, describe_tensors, run_call
 from ..parallel.plan import ParallelPlan
+from ..parallel.process_cluster import process_cluster
 from ..parallel.section import Report, SectionKey, digest_of, never_cancelled
 from ..parallel.store import StoreTimeout
 from .comfy_host import ComfyHost, Host

@@ -11,10 +11,11 @@ import logging
 import os
 import time
 
-from ..parallel.cluster import Cluster, process_cluster
+from ..parallel.cluster import Cluster
 from ..parallel.environment import LaunchEnvironment
 from ..parallel.faults import SectionCancelled, SectionError
 from ..parallel.operations import OperationCall, run_call
+from ..parallel.process_cluster import process_cluster
 from .comfy_host import ComfyHost
 from .fan_out import FOLLOWER_ID
 

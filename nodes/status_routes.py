@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from ..parallel.cluster import Cluster, process_cluster
+from ..parallel.cluster import Cluster
 from ..parallel.environment import LaunchEnvironment
+from ..parallel.process_cluster import process_cluster
 from ..parallel.rank_logs import MAXIMUM_LINES, last_lines
 
 STATUS_ROUTE = "/phase_parallel/status"

@@ -12,22 +12,27 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .collectives import Communicator
+from .devices import own_device
 from .environment import DEFAULT_TIMEOUT_S, LaunchEnvironment
 from .faults import Fault, FaultKind, SectionError
 from .groups import ProcessGroups
-from .heartbeat import BEAT_S, Hearts, ended_ranks
+from .heartbeat import BEAT_S, Hearts
 from .plan import ParallelPlan, PlanName
 from .plan_choice import plan_on_machines, usual_plan
 from .rank_record import RankRecord, RecordKeeper
 from .store import JsonStore, StoreUnreachable
+from .waiting import CollectiveTimeout
 
 _log = logging.getLogger(__name__)
 _FAULT_POLL_S = 0.2
+_LEAVING_S = 1.0
+"""How soon after a fault the main thread has left the generation, unless it waits for its device."""
 
 
 class Cluster:
@@ -46,12 +51,9 @@ class Cluster:
         asked_plan: PlanName | None = None,
         machine_ranks: int = 0,
     ):
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.timeout_s = timeout_s
-        self.launch_id = launch_id
+        self.store, self.device = store, device
+        self.rank, self.world_size = rank, world_size
+        self.timeout_s, self.launch_id = timeout_s, launch_id
         self.asked_plan = asked_plan
         """What ``auto`` means, where the user of the launch said so."""
         self.machine_ranks = machine_ranks or world_size
@@ -68,11 +70,10 @@ class Cluster:
         self._connected = 0
         """Generation of ``communicator``."""
         self._fault: Fault | None = None
+        self._fault_read_at = 0.0
         self._store_lost = ""
         self._closing = threading.Event()
         self._hearts = Hearts(store, rank, world_size)
-        self._places: dict[int, dict[str, Any]] = {}
-        """First record of each other rank: its machine and process stay the same."""
         self._waited_at = 0.0
         """When ``fault_check`` was called last, which waits do four times a second."""
         self._monitor: threading.Thread | None = None
@@ -85,7 +86,7 @@ class Cluster:
             store,
             rank=environment.rank,
             world_size=environment.world_size,
-            device=_device(environment),
+            device=own_device(environment),
             timeout_s=environment.timeout_s,
             launch_id=environment.launch_id,
             url=environment.url(environment.rank),
@@ -138,6 +139,8 @@ class Cluster:
         except SectionError:
             self.retire()
             raise
+        if self.gave_up:
+            self.retire()
         if not self._open or self.plan != plan:
             self.adopt_generation(self.generation + 1, plan)
         return self.generation
@@ -146,7 +149,7 @@ class Cluster:
         """The former groups stay until ``connect``: a slower peer may still be in their last collective."""
         with self._lock:
             if generation != self.generation:
-                self._fault = None
+                self._fault, self._fault_read_at = None, 0.0
             self.generation, self.plan, self._open = generation, plan, True
 
     def connect(self) -> Communicator:
@@ -163,7 +166,7 @@ class Cluster:
                 self.plan,
                 store=self.store.connection() if self.world_size > 1 else None,
                 generation=self.generation,
-                device_type=self.device.type,
+                device=self.device,
                 timeout_s=self.timeout_s,
             )
         communicator = Communicator(self.plan, groups, timeout_s=self.timeout_s, fault_check=self.fault_check)
@@ -176,10 +179,20 @@ class Cluster:
     def fault_check(self) -> None:
         """Raises the fault of this generation once a rank has published one; cheap, for use inside waits."""
         self._waited_at = time.monotonic()
+        self._raise_fault()
+        if self.gave_up:
+            raise CollectiveTimeout(f"the device waited for a peer for {self.timeout_s:.0f} s")
+
+    def _raise_fault(self) -> None:
         self.store_check()
         fault = self._fault
         if fault is not None:
             raise fault.error()
+
+    @property
+    def gave_up(self) -> bool:
+        """The monitor has freed this rank's device, which waited for a peer that did not come."""
+        return getattr(self.communicator, "gave_up", False)
 
     def store_check(self) -> None:
         """Raises StoreUnreachable once the monitor has lost the launcher's store."""
@@ -187,9 +200,9 @@ class Cluster:
             raise StoreUnreachable(self._store_lost)
 
     def look_for_fault(self) -> None:
-        """As ``fault_check``, but asks the store now instead of relying on the monitor's last look."""
+        """Asks the store now instead of relying on the monitor's last look. Raises SectionError."""
         self._read_fault(self.generation)
-        self.fault_check()
+        self._raise_fault()
 
     def fault(self, kind: FaultKind, ranks: tuple[int, ...], message: str, *, site: str | None = None) -> Fault:
         """A fault at the place this rank has reached."""
@@ -208,7 +221,7 @@ class Cluster:
     def retire(self) -> None:
         """End this generation on this rank. Destroying groups makes peers that wait in them fail within milliseconds."""
         with self._lock:
-            self._open, self._fault = False, None
+            self._open, self._fault, self._fault_read_at = False, None, 0.0
             communicator, self.communicator = self.communicator, None
         try:
             if communicator is not None:
@@ -223,6 +236,7 @@ class Cluster:
             # A retired generation's fault has been raised here already.
             if value is not None and generation == self.generation and self._open:
                 self._fault = Fault.from_json(value)
+                self._fault_read_at = self._fault_read_at or time.monotonic()
                 if self.communicator is not None:
                     # The main thread may itself be waiting for the device.
                     self.communicator.abort_word.set()
@@ -246,11 +260,7 @@ class Cluster:
 
     def lost_ranks(self) -> tuple[int, ...]:
         """Other ranks of this machine whose process has ended."""
-        for rank in set(range(self.world_size)) - {self.rank, *self._places}:
-            record = self.store.find(f"record/{rank}")
-            if record is not None:
-                self._places[rank] = record
-        return ended_ranks(self._places.values())
+        return self._hearts.lost()
 
     def _watch(self) -> None:
         """The monitor thread."""
@@ -259,6 +269,7 @@ class Cluster:
             try:
                 self._report_lost_ranks()
                 self._read_fault(self.generation)
+                self._free_device()
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT_S
                     self._hearts.beat(waiting=time.monotonic() - self._waited_at < BEAT_S)
@@ -266,6 +277,18 @@ class Cluster:
             except RuntimeError as error:
                 self._store_lost = f"rank {self.rank} lost the launch's store ({error}); the launcher has ended"
                 return
+
+    def _free_device(self) -> None:
+        """Where the main thread does not leave after a fault, it waits for a device that waits for a peer."""
+        with self._lock:
+            communicator, read_at = self.communicator, self._fault_read_at
+        if communicator is None:
+            return
+        # Of a device that is broken the main thread will tell.
+        with suppress(RuntimeError):
+            communicator.free_overdue_device()
+            if read_at and time.monotonic() - read_at > _LEAVING_S:
+                communicator.free_device()
 
     def _report_lost_ranks(self) -> None:
         """A killed process tells nobody; its connections break, but one awaited in the store has none."""
@@ -275,25 +298,3 @@ class Cluster:
         if lost and due:
             fault = self.fault("failed", lost, "the process has ended")
             self.store.set_first(f"fault/{generation}", fault.to_json())
-
-
-def _device(environment: LaunchEnvironment) -> torch.device:
-    if environment.device == "cpu":
-        return torch.device("cpu")
-    # One visible GPU per rank (the launcher's choice) or all of them.
-    index = environment.local_rank if torch.cuda.device_count() > environment.local_rank else 0
-    return torch.device("cuda", index)
-
-
-_process_lock = threading.Lock()
-_process_cluster: Cluster | None = None
-
-
-def process_cluster(device: torch.device) -> Cluster:
-    """The cluster of this process, made at the first call. ``device`` counts only when our launcher did not start us."""
-    global _process_cluster
-    with _process_lock:
-        if _process_cluster is None:
-            environment = LaunchEnvironment.from_environ(os.environ)
-            _process_cluster = Cluster.from_environment(environment) if environment else Cluster.alone(device)
-        return _process_cluster

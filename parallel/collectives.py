@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 
 from .abort_word import AbortWord
+from .device_watch import DeviceWatch
 from .groups import ProcessGroups
 from .ledger import Ledger, Role
 from .plan import ParallelPlan, Phase, Topology
 from .waiting import CollectiveError, await_event, await_work
+
+OWN_LIMIT_FIRST_S = 2.0
+"""The main thread's own limit comes first, where it has one: it knows better what it waits for."""
 
 PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
     "prefill": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
@@ -79,6 +83,9 @@ class Communicator:
         self.fault_check = fault_check
         self.ledger = Ledger()
         self.abort_word = AbortWord(pinned=groups.backend == "nccl" and torch.cuda.is_available())
+        self._device = DeviceWatch()
+        self.gave_up = False
+        """The device waited too long for a peer and was freed: what it has computed since is worthless."""
         self._views = {phase: PhaseView(self, plan.topology(phase)) for phase in PHASE_ROLES}
 
     def phase(self, phase: Phase) -> PhaseView:
@@ -139,6 +146,7 @@ class Communicator:
         """NCCL orders streams; on gloo the host waits here."""
         if self.groups.backend == "nccl" and site != "control":
             work.wait()
+            self._device.issued()
         else:
             await_work(work, site, timeout_s=self.timeout_s, fault_check=self.fault_check)
 
@@ -153,6 +161,17 @@ class Communicator:
             event = torch.cuda.Event()
             event.record()
             self.await_event(event, what)
+
+    def free_overdue_device(self) -> None:
+        """For the monitor thread: the main thread may wait for its device, and the device for a peer that never comes."""
+        if self.groups.backend == "nccl" and self._device.overdue(self.timeout_s + OWN_LIMIT_FIRST_S):
+            self.gave_up = True
+            self.free_device()
+
+    def free_device(self) -> None:
+        """What waits for a peer on this rank's device ends; any thread may call it."""
+        self.abort_word.set()
+        self.groups.end_kernels()
 
     def destroy(self) -> None:
         """Of a communicator whose ranks have left it together."""

@@ -66,7 +66,8 @@ def let_go(error: BaseException) -> None:
 
 def _diagnose(cluster: Cluster, error: BaseException) -> Fault:
     """Raises SectionError when a peer has already published the cause."""
-    if isinstance(error, CollectiveTimeout):
+    # Once the device was freed, whatever follows is a consequence.
+    if isinstance(error, CollectiveTimeout) or cluster.gave_up:
         cluster.look_for_fault()
         silent = cluster.lost_ranks() or cluster.stale_ranks(max(cluster.timeout_s / 2, _SILENCE_S))
         return timeout_of(cluster, silent or cluster.busy_ranks())

@@ -6,9 +6,13 @@ is what frees a peer that waits inside a collective) and the next section create
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from .plan import ParallelPlan
@@ -23,16 +27,18 @@ class ProcessGroups:
         self._control = control
         self.backend = backend
         self._alive = True
+        self._ending = threading.Lock()
+        self._ended = False
 
     @classmethod
     def create(
-        cls, plan: ParallelPlan, *, store: dist.Store | None, generation: int, device_type: str, timeout_s: float
+        cls, plan: ParallelPlan, *, store: dist.Store | None, generation: int, device: torch.device, timeout_s: float
     ) -> ProcessGroups:
         """``store`` may be None only for a world of one, which needs no groups.
 
         Keys live below the generation's prefix, so nothing a dead generation left in the store is read again.
         """
-        backend = "nccl" if device_type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         if plan.world_size == 1:
             return cls(plan, {}, None, backend)
         if store is None:
@@ -48,6 +54,8 @@ class ProcessGroups:
             world_size=plan.world_size,
             timeout=limit,
         )
+        # PyTorch's own watchdog would end this process at its limit; the faults of this pack end the groups only.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         everyone = tuple(range(plan.world_size))
         by_ranks = {}
         for ranks in plan.groups():
@@ -56,8 +64,10 @@ class ProcessGroups:
             if plan.rank in ranks:
                 by_ranks[ranks] = group
         control = dist.group.WORLD
-        if device_type == "cpu" and everyone not in by_ranks:
+        if backend == "gloo" and everyone not in by_ranks:
             by_ranks[everyone] = control
+        if backend == "nccl":
+            _meet(by_ranks.values(), device)
         return cls(plan, by_ranks, control, backend)
 
     @property
@@ -84,15 +94,22 @@ class ProcessGroups:
         if not self._alive:
             raise RuntimeError("these process groups were destroyed after a fault; open a new section first")
 
+    def end_kernels(self) -> None:
+        """NCCL's kernels that wait for a peer end now, with whatever they hold; the groups are of no use afterwards. Any thread may call it."""
+        with self._ending:
+            groups = [] if self._ended else list(self._by_ranks.values())
+            self._ended = True
+            if self.backend == "nccl" and groups:
+                # All at once: to end one group NCCL frees memory, which waits for the whole device, and so for kernels of the next group.
+                with ThreadPoolExecutor(len(groups), thread_name_prefix="phase-parallel-abort") as pool:
+                    ended = [pool.submit(group.abort) for group in groups]
+                for end in ended:
+                    end.result()
+
     def abort(self) -> None:
         """As ``destroy``, and NCCL's kernels that wait for a peer end first: ``destroy`` alone would wait for them, and so for the peer."""
         try:
-            if self.backend == "nccl" and self._by_ranks:
-                # All at once: to end one group NCCL frees memory, which waits for the whole device, and so for kernels of the next group.
-                with ThreadPoolExecutor(len(self._by_ranks), thread_name_prefix="phase-parallel-abort") as pool:
-                    ended = [pool.submit(group.abort) for group in self._by_ranks.values()]
-                for end in ended:
-                    end.result()
+            self.end_kernels()
         finally:
             self.destroy()
 
@@ -105,3 +122,11 @@ class ProcessGroups:
         self._control = None
         if self._plan.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _meet(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """NCCL connects at a group's first collective, and waits there for the others deaf to faults: so now, where all ranks are known to be here. Every
+    rank takes its groups in the plan's order."""
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda.synchronize(device)

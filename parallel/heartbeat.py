@@ -36,6 +36,8 @@ class Hearts:
         self._count = 0
         self._lock = threading.Lock()
         now = time.monotonic()
+        self._places: dict[int, dict[str, Any]] = {}
+        """First record of each other rank: its machine and process stay the same."""
         self._beats = {other: _Beat(-1, now, True) for other in range(world_size) if other != rank}
 
     def beat(self, *, waiting: bool) -> None:
@@ -58,6 +60,14 @@ class Hearts:
         """Ranks that were not waiting at their last heartbeat."""
         with self._lock:
             return tuple(rank for rank, beat in self._beats.items() if not beat.waiting)
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of this machine whose process has ended."""
+        for rank in set(self._beats) - set(self._places):
+            record = self._store.find(f"record/{rank}")
+            if record is not None:
+                self._places[rank] = record
+        return ended_ranks(self._places.values())
 
 
 def ended_ranks(records: Iterable[dict[str, Any]]) -> tuple[int, ...]:

@@ -122,6 +122,7 @@ class Section:
         """End the section: ranks compare what they communicated and the digest of their results. Call last,
         once.
         """
+        self._cluster.fault_check()
         rows = self.communicator.control_gather([*_halves(digest), *self.communicator.ledger.digest()])
         self._require_equal_ledgers([row[2:] for row in rows])
         self._require_equal("result", [row[:2] for row in rows])

@@ -22,7 +22,7 @@ from phase_parallel.nodes import guard, status_routes
 from phase_parallel.nodes.follower import follower_nodes
 from phase_parallel.nodes.guard import SECRET_HEADER
 from phase_parallel.nodes.status_routes import LOGS_ROUTE, PAGE_FILES, PAGE_ROUTE, STATUS_ROUTE
-from phase_parallel.parallel import cluster as cluster_module
+from phase_parallel.parallel import process_cluster as cluster_module
 from phase_parallel.parallel.environment import LaunchEnvironment
 
 LAUNCH = LaunchEnvironment(
@@ -234,8 +234,8 @@ def test_importing_the_nodes_of_control_starts_nothing() -> None:
     code = (
         "import sys, threading, phase_parallel.nodes.driver, phase_parallel.nodes.guard\n"
         "import torch\n"
-        "from phase_parallel.parallel import cluster\n"
-        "assert threading.active_count() == 1 and cluster._process_cluster is None\n"
+        "from phase_parallel.parallel import process_cluster\n"
+        "assert threading.active_count() == 1 and process_cluster._process_cluster is None\n"
         "assert not torch.distributed.is_initialized() and 'comfy' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parent)

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,14 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phase_parallel.parallel.cluster import Cluster, process_cluster
+from phase_parallel.parallel.cluster import Cluster
 from phase_parallel.parallel.collectives import Communicator
+from phase_parallel.parallel.diagnosis import share_fault
 from phase_parallel.parallel.faults import Fault, RankFault, SectionTimeout, describe_cause
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.heartbeat import ended_ranks
 from phase_parallel.parallel.plan import make_plan
+from phase_parallel.parallel.process_cluster import process_cluster
 from phase_parallel.parallel.rank_record import RankRecord, RecordKeeper
 from phase_parallel.parallel.store import JsonStore, StoreUnreachable
+from phase_parallel.parallel.waiting import CollectiveTimeout
 
 
 @pytest.fixture
@@ -90,6 +94,39 @@ def test_a_killed_process_is_missed_within_half_a_second(pair: tuple[Cluster, Cl
     wait_until(lambda: int(waiting) == 1, limit_s=0.6)
     with pytest.raises(RankFault, match=r"^rank 1 failed while idle: the process has ended$"):
         zero.fault_check()
+
+
+def test_a_main_thread_that_does_not_leave_after_a_fault_is_freed(pair: tuple[Cluster, Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its device, deaf to faults, and the device in a collective for the rank that failed."""
+    zero, one = pair
+    zero.start()
+    open_generation(zero, one)
+    communicator, ended = connected(zero), threading.Event()
+    monkeypatch.setattr(communicator.groups, "end_kernels", ended.set)
+    one.fail(one.fault("failed", (1,), "the disk is full"))
+    assert not ended.wait(0.8), "it has a second to leave by itself"
+    assert ended.wait(2.0)
+    with pytest.raises(RankFault, match="the disk is full"):
+        zero.fault_check()
+
+
+def test_a_device_that_waits_too_long_is_freed_and_told(pair: tuple[Cluster, Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = pair
+    zero.start()
+    open_generation(zero, one)
+    communicator, ended = connected(zero), threading.Event()
+    monkeypatch.setattr(communicator.groups, "end_kernels", ended.set)
+    monkeypatch.setattr(communicator.groups, "backend", "nccl")
+    zero.fault_check()
+    limits = []
+    monkeypatch.setattr(communicator._device, "overdue", lambda limit_s: limits.append(limit_s) or True)
+    assert ended.wait(2.0)
+    assert limits[0] > zero.timeout_s, "the main thread's own limit comes first"
+    with pytest.raises(CollectiveTimeout, match="the device waited for a peer for 5 s"):
+        zero.fault_check()
+    # Whatever the main thread meets then is a consequence.
+    error = share_fault(zero, ValueError("NaN"))
+    assert isinstance(error, SectionTimeout) and "did not answer within 5 s" in str(error)
 
 
 def test_a_published_fault_reaches_the_other_rank_by_itself(pair: tuple[Cluster, Cluster]) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phase_parallel.parallel.groups import ProcessGroups
@@ -14,7 +15,7 @@ from phase_parallel.parallel.plan import make_plan
 
 
 def create(device_type: str = "cpu", **plan: object) -> ProcessGroups:
-    return ProcessGroups.create(make_plan(**plan), store=None, generation=1, device_type=device_type, timeout_s=5.0)
+    return ProcessGroups.create(make_plan(**plan), store=None, generation=1, device=torch.device(device_type), timeout_s=5.0)
 
 
 def test_world_of_one_has_no_groups() -> None:
@@ -83,3 +84,12 @@ def test_groups_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = ProcessGroups(make_plan("hybrid", world_size=4), {(0, 1): waiting, (0, 1, 2, 3): waiting, (0, 2): waiting}, None, "nccl")
     groups.abort()
     assert not together.broken
+
+
+def test_kernels_are_ended_once() -> None:
+    """The monitor's thread may have ended them before the main thread does."""
+    log: list[str] = []
+    groups = ProcessGroups(make_plan("tp", world_size=2), {(0, 1): Group(log)}, None, "nccl")
+    groups.end_kernels()
+    groups.abort()
+    assert log == ["abort"]
