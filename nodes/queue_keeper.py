@@ -6,11 +6,16 @@ copied there whenever it changes. Passwords and tokens of a prompt are not copie
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from ..parallel.environment import LaunchEnvironment
+from ..parallel.faults import describe_cause
 from ..parallel.store import JsonStore, StoreUnreachable
 
 _log = logging.getLogger(__name__)
@@ -38,44 +43,67 @@ class QueueKeeper:
         """None: the first look writes, so that what an earlier life of this process left there is put back once only."""
         self._lock = threading.Lock()
         self._frozen = False
+        self._held: list[Any] = []
+        """Waiting prompts that were taken out of the queue since it is frozen."""
+        self._begun: dict[Any, Any] = {}
+        """Prompts that ran since then, by ComfyUI's number for the run: also those that have ended, since what ComfyUI knows of them ends with it."""
+        self._told: set[str] = set()
 
     def start(self) -> None:
         """Call when the server starts, before it takes a prompt."""
         threading.Thread(target=self._keep, name="phase-parallel-queue", daemon=True).start()
 
     def _keep(self) -> None:
+        closed = threading.Event()
+        going = not self._restart or self._try(self._put_back, "the prompts that waited before the restart are not in the queue again")
+        while going and not closed.wait(_LOOK_S):
+            going = self._try(self._look, "the queue could not be copied for a restart, and is looked at again")
+
+    def _try(self, action: Callable[[], None], failed: str) -> bool:
+        """False when there is nowhere left to copy to. Whatever else goes wrong with one look may be right at the next."""
         try:
-            if self._restart:
-                self._put_back()
-            closed = threading.Event()
-            while not closed.wait(_LOOK_S):
-                self._copy()
-        except StoreUnreachable as error:
+            action()
+        except (StoreUnreachable, dist.DistError) as error:
             _log.warning("the queue is no longer kept: %s", error)
-        except RuntimeError as error:  # torch's store client, when the launcher has gone
-            _log.warning("the queue is no longer kept: %s", error)
+            return False
+        except Exception as error:
+            sentence = f"{failed}: {describe_cause(error)}"
+            if sentence not in self._told:  # ten looks a second
+                self._told.add(sentence)
+                _log.exception("%s", sentence)
+        return True
 
     def freeze(self) -> None:
-        """A rank is lost, and in a moment all are ended and started again: nothing that waits may start before that."""
+        """A rank is lost, and in a moment all are ended and started again: nothing that waits, or comes until then, may start before that."""
         with self._lock:
             self._frozen = True
-            self._look(empty=True)
+        self._look()
 
-    def _copy(self) -> None:
+    def _look(self) -> None:
+        """Write what runs and what waits, if that has changed."""
         with self._lock:
-            if not self._frozen:
-                self._look()
+            running, waiting = self._hold() if self._frozen else self._read()
+            ids = ([item[1] for item in running], [item[1] for item in waiting])
+            if ids != self._copied:
+                self._store.set(_KEY, {"running": _plain(running), "waiting": _plain(waiting)})
+                self._copied = ids
 
-    def _look(self, *, empty: bool = False) -> None:
+    def _read(self) -> tuple[list[Any], list[Any]]:
         queue = self._server.prompt_queue
         with queue.mutex:
-            running, waiting = list(queue.currently_running.values()), sorted(queue.queue, key=lambda item: item[0])
-            if empty:  # under the same lock: what came between a look and this would be in neither place
-                queue.queue.clear()
-        ids = ([item[1] for item in running], [item[1] for item in waiting])
-        if ids != self._copied:
-            self._store.set(_KEY, {"running": _plain(running), "waiting": _plain(waiting)})
-            self._copied = ids
+            return list(queue.currently_running.values()), _in_order(queue.queue)
+
+    def _hold(self) -> tuple[list[Any], list[Any]]:
+        """As ``_read``, of a frozen queue: what waits is taken out. The executor may be faster, and what it took will be cut off."""
+        queue = self._server.prompt_queue
+        with queue.mutex:  # one lock for all of it: what came in between would be in no place, or in two
+            self._held += queue.queue
+            queue.queue.clear()
+            self._begun.update(queue.currently_running)
+            ended = self._begun.keys() - queue.currently_running.keys()
+            for run in [run for run in ended if _succeeded(queue.history.get(self._begun[run][1]))]:
+                del self._begun[run]
+        return list(self._begun.values()), _in_order(self._held)
 
     def _put_back(self) -> None:
         kept = self._store.find(_KEY)
@@ -88,8 +116,8 @@ class QueueKeeper:
                 queue.history[item[1]] = {"prompt": tuple(item), "outputs": {}, "status": _failed(item[1])}
         for item in kept["waiting"]:
             self._server.number = max(self._server.number, item[0] + 1)
-            # Hosts that have a sixth field read it without asking.
-            queue.put((*item, {}))
+            # Hosts that have a sixth field read it without asking. One prompt that the host does not take must not hold back the others.
+            self._try(functools.partial(queue.put, (*item, {})), f"prompt {item[1]} waited and could not be put back, queue it again")
         if kept["waiting"]:
             _log.info("%d waiting prompts are in the queue again", len(kept["waiting"]))
 
@@ -115,6 +143,16 @@ def _plain(items: list[Any]) -> list[list[Any]]:
     for item in plain:
         item[3] = {name: value for name, value in item[3].items() if name not in _SECRETS}
     return plain
+
+
+def _in_order(items: list[Any]) -> list[Any]:
+    """As the executor takes them."""
+    return sorted(items, key=lambda item: item[0])
+
+
+def _succeeded(history: dict[str, Any] | None) -> bool:
+    """Did a prompt that has ended do what it should? Its user has the result, and needs no sentence after the restart."""
+    return bool(history and history["status"] and history["status"]["status_str"] == "success")
 
 
 def _failed(prompt_id: str) -> dict[str, Any]:
