@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -152,8 +153,8 @@ class Cluster:
                 self._fault, self._fault_read_at = None, 0.0
             self.generation, self.plan, self._open = generation, plan, True
 
-    def connect(self) -> Communicator:
-        """Groups of this generation, made when no rank can be inside a collective. All ranks call it."""
+    def connect(self, meet: Callable[[], None]) -> Communicator:
+        """Groups of this generation, made when no rank can be inside a collective. All ranks call it, and ``meet`` returns once all are about to make them."""
         communicator = self.communicator
         if communicator is not None and self._connected == self.generation:
             return communicator
@@ -162,13 +163,9 @@ class Cluster:
         else:
             if communicator is not None:
                 communicator.destroy()
-            groups = ProcessGroups.create(
-                self.plan,
-                store=self.store.connection() if self.world_size > 1 else None,
-                generation=self.generation,
-                device=self.device,
-                timeout_s=self.timeout_s,
-            )
+            store = self.store.connection() if self.world_size > 1 else None
+            meet()
+            groups = ProcessGroups.create(self.plan, store=store, generation=self.generation, device=self.device, timeout_s=self.timeout_s)
         communicator = Communicator(self.plan, groups, timeout_s=self.timeout_s, fault_check=self.fault_check)
         self.communicator, self._connected = communicator, self.generation
         self.record.take_place(self.plan, self.generation)

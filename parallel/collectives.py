@@ -26,9 +26,7 @@ OWN_LIMIT_FIRST_S = 2.0
 PHASE_ROLES: Mapping[Phase, frozenset[Role]] = {
     "prefill": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
     "decode": frozenset({"row_reduce", "vocab_gather", "broadcast"}),
-    "denoise": frozenset(
-        {"row_reduce", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
-    ),
+    "denoise": frozenset({"row_reduce", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}),
 }
 
 

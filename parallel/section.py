@@ -177,7 +177,17 @@ class Section:
         self._compare_entries(entries)
         # Every rank has read the entries before the last one, else it could not have come here.
         cluster.store.delete(f"enter/{self.number - 2}/{cluster.rank}")
-        cluster.connect().ledger.reset()
+        cluster.connect(self._meet).ledger.reset()
+
+    def _meet(self) -> None:
+        """The rendezvous of the groups waits for a rank without looking for its fault, so nobody goes there before all are here."""
+        cluster = self._cluster
+        keys = [f"meet/{cluster.generation}/{rank}" for rank in range(cluster.world_size)]
+        cluster.store.set(keys[cluster.rank], True)
+        self._collect(keys, "making the process groups")
+        cluster.look_for_fault()  # of those who were here too, and have given up waiting for this rank
+        # Who is here has left the meeting before this one.
+        cluster.store.delete(f"meet/{cluster.generation - 1}/{cluster.rank}")
 
     def _compare_entries(self, entries: Sequence[dict[str, Any]]) -> None:
         lead = SectionKey(**entries[0]["key"])

@@ -84,6 +84,26 @@ def steps(
     return {"total": total.tolist(), "generation": cluster.generation, "rank": RANK}
 
 
+def apart(
+    *, rank: int, seconds: float | None = None, limit_s: float = 60.0, plan: str = "tp", denoise: str = "tp"
+) -> dict[str, Any]:
+    """A section with new groups, where ``rank`` fails between the handshake and the making of them, or comes ``seconds`` late to it."""
+    assert cluster.communicator is not None, "former groups are closed at that point"
+
+    def interfere() -> None:
+        if seconds is None:
+            raise RuntimeError("the former groups do not close")
+        time.sleep(seconds)
+
+    if rank == RANK:
+        cluster.communicator.destroy = interfere
+    cluster.timeout_s = limit_s
+    try:
+        return steps(plan=plan, denoise=denoise)
+    finally:
+        cluster.timeout_s = TIMEOUT_S
+
+
 def late(seconds: float, rank: int) -> dict[str, Any]:
     """``rank`` comes to the section only after the others have given up."""
     if rank == RANK:
@@ -96,4 +116,4 @@ def records() -> list[dict[str, Any] | None]:
 
 
 if __name__ == "__main__":
-    serve({"steps": steps, "late": late, "records": records})
+    serve({"steps": steps, "apart": apart, "late": late, "records": records})

@@ -131,6 +131,22 @@ def test_another_plan_at_the_next_section(ranks: RankPool) -> None:
     assert tp[0]["total"] == cfg[0]["total"] == [3.0, 3.0]
 
 
+def test_a_rank_that_fails_before_the_groups_are_made_keeps_nobody_waiting(ranks: RankPool) -> None:
+    all_succeed(ranks.run("steps"))
+    replies = ranks.run("apart", rank=2, limit_s=60.0)
+    sentence = all_fail_alike(replies, "RankFault")
+    assert sentence == "rank 2 failed in denoise: the former groups do not close"
+    assert max(reply.seconds for reply in replies) < 2.0
+    all_succeed(ranks.run("steps"))
+
+
+def test_a_rank_that_does_not_come_to_make_the_groups_is_named(ranks: RankPool) -> None:
+    all_succeed(ranks.run("steps"))
+    sentence = all_fail_alike(ranks.run("apart", rank=1, seconds=3.0, limit_s=1.0), "SectionTimeout")
+    assert sentence == "rank 1 did not answer within 1 s in denoise (making the process groups); see the log of that rank"
+    all_succeed(ranks.run("steps"))
+
+
 def test_ranks_with_different_plans(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_plan=1), "SectionMismatch")
     assert sentence == "rank 1 uses plan tp, rank 0 plan hybrid in denoise"
