@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.ranks4, pytest.mark.timeout(1800)]
 RANKS = (0, 1, 3)
 GPUS = have_gpus(4)
 # Ranks that share a GPU wait for one another's turn, and compile kernels at the first prompt.
-TIMEOUT_S = 30.0 if GPUS else 5.0
+TIMEOUT_S = 15.0 if GPUS else 5.0
 LIMIT_S = 15.0
-PROMPT_S = 300.0 if GPUS else 60.0
+PROMPT_S = 90.0 if GPUS else 60.0
 AT = {"load": 25, "AR prefill": 0, "AR decode": 1, "denoise": 1, "VAE decode": 3}
 """After how many checks of its phase a rank fails."""
 
