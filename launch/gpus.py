@@ -1,4 +1,4 @@
-"""Which GPU each rank of this machine gets: one of its own, or the first for all where that was allowed."""
+"""Which GPU each rank of this machine gets: one of its own, or one that it shares where that was allowed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ def gpus_for(ranks: int) -> int:
 def gpu_of(local_rank: int) -> str:
     """What the rank shall find in ``CUDA_VISIBLE_DEVICES``: entry ``local_rank`` of what the user made visible. Raises LaunchError."""
     visible = [word for word in os.environ.get(_VISIBLE, "").split(",") if word]
-    place = 0 if _shared() else local_rank
-    if visible and place >= len(visible):
+    if _shared():
+        import torch
+
+        visible = visible or [str(number) for number in range(torch.cuda.device_count())]
+        return visible[local_rank % len(visible)]
+    if visible and local_rank >= len(visible):
         raise LaunchError(f"Rank {local_rank} has no GPU: {_VISIBLE} names {len(visible)}; start fewer ranks.")
-    return visible[place] if visible else str(place)
+    return visible[local_rank] if visible else str(local_rank)
 
 
 def see_one_gpu(local_rank: int) -> None:

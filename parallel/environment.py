@@ -28,8 +28,8 @@ MODEL_DIRS = "PHASE_PARALLEL_MODEL_DIRS"
 RANDOM_WEIGHTS = "PHASE_PARALLEL_RANDOM_WEIGHTS"
 """``allowed`` where a benchmark started the ranks: folders without weights may be loaded with random ones."""
 SHARE_GPU = "PHASE_PARALLEL_SHARE_GPU"
-"""``allowed``: all ranks use this machine's first GPU, to try faults and programs where there is one. Needs an NCCL that takes it (2.30, with
-NCCL_MULTI_RANK_GPU_ENABLE=1), and the ranks take turns: nothing is fast."""
+"""``allowed``: there may be more ranks than GPUs, to try faults and programs where there are few. Needs an NCCL that takes it (2.30, with
+NCCL_MULTI_RANK_GPU_ENABLE=1), and ranks on one GPU take turns: nothing is fast."""
 LOGS = "PHASE_PARALLEL_LOGS"
 PLAN = "PHASE_PARALLEL_PLAN"
 """What the loader's ``auto`` means in this launch; left out where it is to choose itself."""

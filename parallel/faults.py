@@ -102,7 +102,9 @@ def describe_cause(error: BaseException) -> str:
     first = lines[0].rstrip(".") if lines else ""
     name = type(error).__name__
     if "OutOfMemory" in name or isinstance(error, MemoryError) or "can't allocate memory" in first:
-        return f"out of memory ({first})" if first else "out of memory"
+        # CUDA's line goes on about every process on the device.
+        asked = ". ".join(first.split(". ")[:3])
+        return f"out of memory ({asked})" if asked else "out of memory"
     if first and isinstance(error, (ValueError, RuntimeError, OSError)):
         return first
     return f"{name}: {first}" if first else name

@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 from .plan import ParallelPlan
 
+_NCCL_LIMIT = timedelta(days=7)
+"""Waits for NCCL have the limits of :mod:`.waiting` and :mod:`.device_watch`."""
+
 
 class ProcessGroups:
     """The groups of one plan on one rank. ``create`` is collective: every rank calls it with the same plan and generation."""
@@ -54,13 +57,14 @@ class ProcessGroups:
             world_size=plan.world_size,
             timeout=limit,
         )
-        # PyTorch's own watchdog would end this process at its limit; the faults of this pack end the groups only.
+        # PyTorch's own watchdog would end this process at its limit, or hold up whoever ends a group there; the faults of this pack end groups only.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        patience = _NCCL_LIMIT if backend == "nccl" else limit
         everyone = tuple(range(plan.world_size))
         by_ranks = {}
         for ranks in plan.groups():
             # new_group is collective over the world, members or not, hence the same loop on every rank.
-            group = dist.new_group(list(ranks), backend=backend, timeout=limit)
+            group = dist.new_group(list(ranks), backend=backend, timeout=patience)
             if plan.rank in ranks:
                 by_ranks[ranks] = group
         control = dist.group.WORLD

@@ -85,7 +85,7 @@ def prompt(prompt_id: str, seed: int = 3, cancel_in: str = "") -> dict[str, str]
     config = HunyuanImage3Config.from_folder(FOLDER)
     tokenizer = HunyuanTokenizer.from_folder(FOLDER, config)
     text = {
-        "prompt": "a cat", "system_prompt": None, "cot_text": None, "task": "recaption", "image_size": f"{SIZE}x{SIZE}", "max_new_tokens": 24,
+        "prompt": "a cat", "system_prompt": None, "cot_text": None, "task": "auto", "image_size": f"{SIZE}x{SIZE}", "max_new_tokens": 24,
         "seed": seed, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0,
     }  # fmt: skip
     try:

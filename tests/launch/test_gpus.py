@@ -1,4 +1,4 @@
-"""One GPU for each rank, or the first one for all where that was allowed."""
+"""One GPU for each rank, or fewer where that was allowed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from phase_parallel.parallel.environment import SHARE_GPU
 
 @pytest.mark.parametrize(
     ("visible", "rank", "share", "seen"),
-    [("", 2, "", "2"), ("4,5,6", 1, "", "5"), ("GPU-a,GPU-b", 0, "", "GPU-a"), ("4,5", 3, "allowed", "4"), ("", 1, "allowed", "0"), ("", 1, "1", "1")],
+    [("", 2, "", "2"), ("4,5,6", 1, "", "5"), ("GPU-a,GPU-b", 0, "", "GPU-a"), ("4,5", 3, "allowed", "5"), ("", 4, "allowed", "1"), ("", 1, "1", "1")],
 )
 def test_what_each_rank_sees(monkeypatch: pytest.MonkeyPatch, visible: str, rank: int, share: str, seen: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv(SHARE_GPU, share)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     gpus.see_one_gpu(rank)
     assert gpus.os.environ["CUDA_VISIBLE_DEVICES"] == seen
 

@@ -337,3 +337,6 @@ def test_sentences() -> None:
     assert describe_cause(KeyError("x")) == "KeyError: 'x'"
     assert describe_cause(ZeroDivisionError()) == "ZeroDivisionError"
     assert describe_cause(torch.OutOfMemoryError("tried to allocate")) == "out of memory (tried to allocate)"
+    cuda = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.50 GiB is free. Process 9 has 4.53 GiB in use."
+    want = "out of memory (CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.50 GiB is free)"
+    assert describe_cause(torch.OutOfMemoryError(cuda)) == want

@@ -1,4 +1,4 @@
-"""GPUs for the rank processes of a test: one each where there are as many, or the first for all where ``PHASE_PARALLEL_SHARE_GPU`` allows it.
+"""GPUs for the rank processes of a test: one each where there are as many, or shared ones where ``PHASE_PARALLEL_SHARE_GPU`` allows it.
 
 Ranks on one GPU take turns, and each waits in its reductions for the others' turn; NCCL joins them from 2.30 on, with
 NCCL_MULTI_RANK_GPU_ENABLE=1. Slow, but the real NCCL, the real peers' memory and the real graphs.
