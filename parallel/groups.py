@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .plan import ParallelPlan
 
@@ -48,6 +49,9 @@ class ProcessGroups:
             raise ValueError(f"plan {plan.name} with {plan.world_size} ranks needs a rendezvous store; start the ranks with the launcher")
         if dist.is_initialized():
             dist.destroy_process_group()
+        # torch names groups by their number in this process, and forgets to count anew when the first one of all could not be made: ranks that had
+        # got there would look for their peers under another name for ever.
+        distributed_c10d._world.group_count = 0
         # A peer that never arrives must not hold this rank for gloo's default of 30 minutes.
         limit = timedelta(seconds=max(timeout_s, 10.0))
         dist.init_process_group(

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_pool import serve
 
 from phase_parallel.parallel.cluster import Cluster
@@ -104,6 +105,21 @@ def apart(
         cluster.timeout_s = TIMEOUT_S
 
 
+def inside(rank: int) -> dict[str, Any]:
+    """A section with new groups, and ``rank`` fails while they are made: what the others have begun there ends with gloo's limit."""
+    original = dist.init_process_group
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no socket is left")
+
+    if rank == RANK:
+        dist.init_process_group = broken
+    try:
+        return steps(plan="tp", denoise="tp")
+    finally:
+        dist.init_process_group = original
+
+
 def late(seconds: float, rank: int) -> dict[str, Any]:
     """``rank`` comes to the section only after the others have given up."""
     if rank == RANK:
@@ -116,4 +132,4 @@ def records() -> list[dict[str, Any] | None]:
 
 
 if __name__ == "__main__":
-    serve({"steps": steps, "apart": apart, "late": late, "records": records})
+    serve({"steps": steps, "apart": apart, "inside": inside, "late": late, "records": records})

@@ -147,6 +147,12 @@ def test_a_rank_that_does_not_come_to_make_the_groups_is_named(ranks: RankPool) 
     all_succeed(ranks.run("steps"))
 
 
+def test_groups_that_were_half_made_do_not_disturb_the_next_ones(ranks: RankPool) -> None:
+    all_succeed(ranks.run("steps"))
+    assert all_fail_alike(ranks.run("inside", rank=2), "RankFault") == "rank 2 failed in denoise: no socket is left"
+    all_succeed(ranks.run("steps"))
+
+
 def test_ranks_with_different_plans(ranks: RankPool) -> None:
     sentence = all_fail_alike(ranks.run("steps", odd_plan=1), "SectionMismatch")
     assert sentence == "rank 1 uses plan tp, rank 0 plan hybrid in denoise"
