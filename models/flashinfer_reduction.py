@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..kernels.flashinfer_support import first_line, function, why_not_built, why_not_installed
 from ..parallel.collectives import Communicator, Partial, PhaseView
-from ..parallel.peer_memory import PeerMemoryError, prepare_symmetric_memory
+from ..parallel.peer_memory import PeerMemoryError, opening_together, prepare_symmetric_memory
 from ..parallel.resident import Weight
 from .decode_head import GroupHead, Head
 
@@ -60,14 +60,18 @@ class FlashInferReduction:
 
 
 def open_flashinfer_reduction(comm: Communicator, ranks: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> FlashInferReduction:
-    """Collective over ``ranks``. Raises PeerMemoryError on the rank where it fails; peers may then have succeeded, so ask them."""
-    reason = why_not_flashinfer_reduction(device)
-    if reason is not None:
-        raise PeerMemoryError(reason)
+    """Collective over all ranks, each with the ``ranks`` of its own group, of one size. Raises PeerMemoryError on the rank where it fails; peers may then
+    have succeeded, so ask them."""
+    # The same on all ranks, so that none of them goes on to the agreement.
     if len(ranks) not in RANKS:
         raise PeerMemoryError(f"the kernel takes {', '.join(map(str, RANKS))} ranks, not {len(ranks)}")
     if hidden * dtype.itemsize % ALIGNMENT:
         raise PeerMemoryError(f"the kernel takes rows in multiples of {ALIGNMENT} bytes, not {hidden * dtype.itemsize}")
+    with opening_together(comm, why_not_flashinfer_reduction(device) or ""):
+        return _open_workspace(comm, ranks, hidden, dtype, device)
+
+
+def _open_workspace(comm: Communicator, ranks: tuple[int, ...], hidden: int, dtype: torch.dtype, device: torch.device) -> FlashInferReduction:
     prepare_symmetric_memory()
     group = comm.groups.for_ranks(ranks)
     assert group is not None

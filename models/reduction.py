@@ -138,7 +138,7 @@ def peer_block_bytes(ranks: int, hidden: int, vocab: int, itemsize: int) -> tupl
 def _open_peer_reduction(
     comm: Communicator, ranks: tuple[int, ...], hidden: int, vocab: int, dtype: torch.dtype, device: torch.device
 ) -> PeerReduction:
-    if len(ranks) > MAXIMUM_RANKS:
+    if len(ranks) > MAXIMUM_RANKS:  # on all ranks, so that none of them goes on to an agreement
         raise PeerMemoryError(f"the kernel takes {MAXIMUM_RANKS} ranks at most")
     mailbox, whole = peer_block_bytes(len(ranks), hidden, vocab, dtype.itemsize)
     memory = open_peer_memory(comm, ranks, whole, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from one_token_kernels import one_rank_at_a_time
@@ -13,10 +15,11 @@ from phase_parallel.kernels.residual_norm import residual_norm_eager
 from phase_parallel.models import decode_head, flashinfer_reduction, reduction
 from phase_parallel.models.flashinfer_reduction import open_flashinfer_reduction
 from phase_parallel.models.reduction import GroupReduction, PeerReduction, Reduction, choose_reduction, why_not_reduction
+from phase_parallel.parallel import peer_memory
 from phase_parallel.parallel.abort_word import AbortWord
 from phase_parallel.parallel.collectives import Communicator, Partial
 from phase_parallel.parallel.groups import ProcessGroups
-from phase_parallel.parallel.peer_memory import PeerMemory, PeerMemoryError
+from phase_parallel.parallel.peer_memory import Openings, PeerMemory, PeerMemoryError
 from phase_parallel.parallel.plan import ParallelPlan
 from phase_parallel.parallel.waiting import CollectiveError, CollectiveTimeout
 
@@ -24,6 +27,12 @@ pytest.importorskip("triton")
 CPU = torch.device("cpu")
 HIDDEN, VOCAB, EPS = 20, 60, 1e-5
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are threads with CPU tensors, which need Triton's interpreter")
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has opened peers' memory yet."""
+    monkeypatch.setattr(peer_memory, "_openings", Openings())
 
 
 def choose(plan: ParallelPlan, comm: Communicator, choice: str = "auto") -> tuple[Reduction, str]:
@@ -175,6 +184,92 @@ class TestAgreement:
         assert all(sentence.startswith("peer memory cannot be used: ") and sentence.endswith("; choose reduction auto or group") for sentence in said)
 
 
+class Rendezvous:
+    """Stands for the allocator and PyTorch's rendezvous, with each rank's count as in a process of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.here = threading.local()
+        self.openings = [Openings() for _ in range(4)]
+        self.blockless: set[int] = set()
+        self.breaks: set[int] = set()
+        self.met: list[int] = []
+        monkeypatch.setattr(peer_memory, "process_openings", lambda: self.openings[self.here.rank])
+        monkeypatch.setattr(peer_memory, "_allocate", self.allocate)
+        monkeypatch.setattr(peer_memory, "_meet_peers", self.meet)
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self.here.rank in self.blockless:
+            raise PeerMemoryError("out of memory")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def meet(self, comm: Communicator, ranks: tuple[int, ...], block: torch.Tensor) -> tuple[object, torch.Tensor]:
+        self.met.append(self.here.rank)
+        if self.here.rank in self.breaks:
+            raise PeerMemoryError("the driver broke")
+        return None, torch.zeros(len(ranks), dtype=torch.int64)
+
+    def open(self) -> list[str]:
+        """What each rank of four says, nothing when it has opened its peers' memory; and they can still talk to each other."""
+
+        def body(plan: ParallelPlan, comm: Communicator) -> str:
+            self.here.rank = plan.rank
+            said = ""
+            try:
+                assert peer_memory.open_peer_memory(comm, plan.topology("decode").tp_ranks, 8, CPU).block.numel() == 8
+            except PeerMemoryError as error:
+                said = str(error)
+            assert comm.control_gather([plan.rank]) == [[0], [1], [2], [3]], "every rank has made the same gathers"
+            return said
+
+        self.met.clear()
+        return run_ranks(body, "hybrid", world_size=4)
+
+
+class TestOpening:
+    """Nobody enters PyTorch's rendezvous where a peer would stay away, or where it would look for it under another number."""
+
+    GONE = "opening it broke off on {} before, and only a restart of the ranks brings it back"
+
+    def test_again_and_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = Rendezvous(monkeypatch)
+        for _ in range(3):
+            assert world.open() == [""] * 4 and sorted(world.met) == [0, 1, 2, 3]
+
+    def test_a_rank_without_a_block_keeps_all_away_and_disturbs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = Rendezvous(monkeypatch)
+        world.blockless = {2}
+        other = "rank 2 could not prepare it"
+        assert world.open() == [other, other, "out of memory", other] and world.met == []
+        world.blockless = set()
+        assert world.open() == [""] * 4
+
+    def test_a_rank_that_broke_off_inside_keeps_all_away_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = Rendezvous(monkeypatch)
+        world.breaks = {1}
+        assert world.open() == ["", "the driver broke", "", ""]
+        world.breaks = set()
+        assert world.open() == [self.GONE.format("rank 1")] * 4 and world.met == []
+
+    def test_a_rank_that_did_not_come_keeps_all_away_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It learnt of a fault when the others were on their way already."""
+        world = Rendezvous(monkeypatch)
+        world.open()
+        world.openings[3].begun = world.openings[3].ended = 0
+        assert world.open() == [self.GONE.format("rank 3")] * 4 and world.met == []
+
+    def test_auto_says_so_and_takes_the_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        world = Rendezvous(monkeypatch)
+        world.openings[0].begun = 1
+
+        def body(plan: ParallelPlan, comm: Communicator) -> tuple[Reduction, str]:
+            world.here.rank = plan.rank
+            return choose(plan, comm)
+
+        results = run_ranks(body, "hybrid", world_size=4)
+        said = self.GONE.format("ranks 0, 1, 2 and 3")
+        assert {(chosen.name, reason) for chosen, reason in results} == {("group", f"process group: peer memory cannot be used, {said}")}
+
+
 class FlashInferKernel:
     """Stands for FlashInfer's module: one workspace a rank, and a fused all-reduce that adds through the ranks' gather."""
 
@@ -244,6 +339,23 @@ class TestFlashInfer:
         assert len(said) == 2
         found = {s.removeprefix("FlashInfer's all-reduce cannot be used: ").removesuffix("; choose reduction auto or group") for s in said}
         assert reasons <= found
+
+    def test_a_rank_without_it_keeps_all_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As its own process knows it: it is not built there."""
+        kernel, here = FlashInferKernel(monkeypatch), threading.local()
+        monkeypatch.setattr(flashinfer_reduction, "why_not_flashinfer_reduction", lambda device: "it is not built" if here.rank else None)
+
+        def body(plan: ParallelPlan, comm: Communicator) -> str:
+            here.rank = plan.rank
+            try:
+                choose(plan, comm, "flashinfer")
+            except PeerMemoryError as error:
+                return str(error)
+            return ""
+
+        tail = "; choose reduction auto or group"
+        said = [sentence.removeprefix("FlashInfer's all-reduce cannot be used: ").removesuffix(tail) for sentence in run_ranks(body, "tp", world_size=2)]
+        assert said == ["rank 1 could not prepare it", "it is not built"] and kernel.workspaces == []
 
     def test_sizes_that_it_has_no_kernel_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         FlashInferKernel(monkeypatch)
