@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -47,6 +48,17 @@ def usage(pid: int) -> Usage:
     return Usage(int(status["VmRSS"].split()[0]) * 1024, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
 
 
+def what_is_wrong(kind: str, order: dict[str, Any], history: dict[str, Any]) -> str:
+    """With the end of a prompt that is no success: a cancelled one may be interrupted, one with a fault must name it, no other may fail."""
+    messages = history["status"]["messages"]
+    failed = [data["exception_message"].strip() for name, data in messages if name == "execution_error"]
+    if kind == "cancel" and not failed and any(name == "execution_interrupted" for name, _ in messages):
+        return ""
+    if kind == "fault" and len(failed) == 1 and re.fullmatch(rf"rank {order['rank']} failed in {order['phase']}( \([^\n]*\))?: [^\n]+", failed[0]):
+        return ""
+    return f"it ended with {failed or [name for name, _ in messages]}, ordered was {order or 'nothing'}"
+
+
 class Soak:
     """The launch, and what each question was answered the first time."""
 
@@ -77,6 +89,7 @@ class Soak:
             with pytest.raises(Refused):
                 self.post(graph)
             return
+        order: dict[str, Any] = {}
         if kind == "fault":
             order = {"id": uuid.uuid4().hex, "rank": self.random.randrange(4), "phase": self.random.choice(("AR prefill", "AR decode")), "at": 0}
             self.orders.write_text(json.dumps(order | {"kind": self.random.choice(("exception", "out of memory", "NaN")), "weight": "layers.1.o_proj"}))
@@ -92,9 +105,9 @@ class Soak:
         history = self.history(prompt_id)
         status = history["status"]["status_str"]
         self.said[f"{kind}: {status}"] = self.said.get(f"{kind}: {status}", 0) + 1
-        if kind not in ("cancel", "fault"):
-            failed = [data["exception_message"] for name, data in history["status"]["messages"] if name == "execution_error"]
-            assert status == "success", f"{kind}: {failed}; SEED={SEED}\n{self.launch.last_lines(60)}"
+        if status != "success":
+            wrong = what_is_wrong(kind, order, history)
+            assert not wrong, f"{kind}: {wrong}; SEED={SEED}\n{self.launch.last_lines(60)}"
         if kind == "again" and self.last:
             cached = next(data["nodes"] for name, data in history["status"]["messages"] if name == "execution_cached")
             assert set(cached) == set(graph), "an identical prompt does nothing"
@@ -141,6 +154,24 @@ def soak(small_instruct: Path, small_distil: Path, tmp_path: Path) -> Iterator[S
     }
     with Launch(ranks=4, models=[small_instruct, small_distil], environment=environment, timeout_s=900.0) as launch:
         yield Soak(launch, tmp_path / "orders.json")
+
+
+def ended(*messages: tuple[str, str]) -> dict[str, Any]:
+    return {"status": {"messages": [(name, {"exception_message": message}) for name, message in messages]}}
+
+
+def test_what_counts_as_a_right_end() -> None:
+    order = {"rank": 2, "phase": "AR decode"}
+    interrupted, other = ended(("execution_interrupted", "")), ended(("execution_error", "rank 2 does not take part\n"))
+    for message in ("rank 2 failed in AR decode: NaN\n", "rank 2 failed in AR decode (token 3 of 8): out of memory\n"):
+        fault = ended(("execution_start", ""), ("execution_error", message))
+        assert not what_is_wrong("fault", order, fault)
+        assert all(what_is_wrong(kind, {}, fault) for kind in ("cancel", "plain"))
+    for message in ("rank 1 failed in AR decode: NaN", "rank 2 failed in AR prefill: NaN", "rank 2 failed in AR decode: NaN\nand a trace"):
+        assert what_is_wrong("fault", order, ended(("execution_error", message)))
+    assert not what_is_wrong("cancel", {}, interrupted)
+    assert all(what_is_wrong(kind, order, interrupted) for kind in ("fault", "plain"))
+    assert what_is_wrong("cancel", {}, other) and what_is_wrong("fault", order, other)
 
 
 def test_many_prompts(soak: Soak) -> None:
