@@ -30,7 +30,7 @@ def answers(url: str) -> bool:
     try:
         get_json(url + "/system_stats")
     except Refused as refusal:
-        return refusal.status == 403  # a worker that other machines reach: it answers nobody without the secret
+        return refusal.status == 403  # a worker answers nobody without the secret
     except (OSError, ValueError):
         return False
     return True

@@ -1,8 +1,8 @@
 """Who may talk to which rank: ranks other than 0 take orders from rank 0 only.
 
 A worker is a complete ComfyUI. A prompt, upload or interrupt that reached it directly would run beside the
-section that rank 0 leads, so everything that changes state needs the launch's secret. Reading (GET) stays
-open on loopback, where it helps when looking for a problem, and not where other machines reach the worker.
+section that rank 0 leads, and other packs have routes that change things on a GET, so everything needs the
+launch's secret. That it refuses is also how the launcher knows that it is up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from . import status_routes
 from .queue_keeper import keep_queue
 
 SECRET_HEADER = "X-PhaseParallel-Secret"
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,8 +44,7 @@ def install(server: Any, environment: LaunchEnvironment | None) -> None:
 
 
 def secret_guard(environment: LaunchEnvironment) -> Callable:
-    """Middleware that answers 403 to every changing request without the launch's secret, and to every other one on several machines."""
-    open_methods = frozenset() if environment.addresses else _READING
+    """Middleware that answers 403 to every request without the launch's secret."""
     secret = environment.secret.encode()
     sentence = (
         f"this is rank {environment.rank} of a PhaseParallel launch and takes orders from rank 0 only; "
@@ -56,7 +54,7 @@ def secret_guard(environment: LaunchEnvironment) -> Callable:
     @web.middleware
     async def require_secret(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get(SECRET_HEADER, "").encode(errors="surrogateescape")
-        if request.method in open_methods or hmac.compare_digest(given, secret):
+        if hmac.compare_digest(given, secret):
             return await handler(request)
         _log.warning("refused %s %s from %s", request.method, request.path, request.remote)
         # The shape of ComfyUI's own refusals, so that its frontend shows the sentence.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from phase_parallel.launch import readiness
 from phase_parallel.nodes import guard, status_routes
 from phase_parallel.nodes.follower import follower_nodes
 from phase_parallel.nodes.guard import SECRET_HEADER
@@ -60,7 +61,7 @@ def serve(environment: LaunchEnvironment | None, visit: Callable[[TestClient], A
         queue = SimpleNamespace(mutex=threading.RLock(), queue=[], currently_running={}, history={})
         server = SimpleNamespace(app=web.Application(middlewares=[]), routes=web.RouteTableDef(), prompt_queue=queue, number=0)
         guard.install(server, environment)
-        for path in ("/prompt", "/interrupt", "/free", "/upload/image", "/queue", "/history"):
+        for path in ("/prompt", "/interrupt", "/free", "/upload/image", "/queue", "/history", "/other_pack/reboot"):
             for twin in (path, "/api" + path):
                 server.app.router.add_route("*", twin, answer)
         server.app.add_routes(server.routes)
@@ -112,28 +113,42 @@ def test_a_worker_refuses_what_does_not_come_from_rank_0(joined: LaunchEnvironme
     assert serve(joined, visit) == []
 
 
-def test_a_worker_obeys_the_secret_and_answers_questions(joined: LaunchEnvironment) -> None:
+@pytest.mark.parametrize("addresses", [(), ("127.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")], ids=["loopback", "several machines"])
+def test_a_worker_refuses_to_be_read_too(joined: LaunchEnvironment, addresses: tuple[str, ...]) -> None:
+    """Other packs have routes that change things on a GET, and what is there to read may be the user's."""
+
+    async def visit(client: TestClient) -> None:
+        for path in ("/history", "/api/queue", "/ws", "/other_pack/reboot", "/", STATUS_ROUTE):
+            for method in ("GET", "HEAD", "OPTIONS"):
+                for headers in ({}, {SECRET_HEADER: "0123456789abcdeF"}):
+                    async with client.request(method, path, headers=headers) as refused:
+                        assert refused.status == 403, (method, path)
+            async with client.get(path) as refused:
+                assert (await refused.json())["error"]["message"].startswith("this is rank 2 of a PhaseParallel launch and takes orders from rank 0 only")
+        async with client.get("/other_pack/reboot", headers={SECRET_HEADER: joined.secret}) as answer:
+            assert answer.status == 200
+
+    assert serve(replace(joined, addresses=addresses), visit) == ["GET /other_pack/reboot"]
+
+
+def test_the_launcher_sees_that_a_worker_is_up_by_its_refusal(joined: LaunchEnvironment) -> None:
+    async def visit(client: TestClient) -> None:
+        up = await asyncio.get_running_loop().run_in_executor(None, lambda: readiness.answers(str(client.make_url("")).rstrip("/")))
+        assert up
+
+    assert serve(joined, visit) == []
+
+
+def test_a_worker_obeys_the_secret(joined: LaunchEnvironment) -> None:
     async def visit(client: TestClient) -> None:
         for path in CHANGING:
             async with client.post(path, headers={SECRET_HEADER: joined.secret}) as answer:
                 assert answer.status == 200
-        async with client.get("/queue") as answer:
-            assert answer.status == 200
         for route in (STATUS_ROUTE, LOGS_ROUTE, PAGE_ROUTE):
-            async with client.get(route) as answer:
+            async with client.get(route, headers={SECRET_HEADER: joined.secret}) as answer:
                 assert answer.status == 404, "only rank 0 has the status of all"
 
-    assert serve(joined, visit) == [f"POST {path}" for path in CHANGING] + ["GET /queue"]
-
-
-def test_a_worker_that_other_machines_reach_answers_nobody_without_the_secret(joined: LaunchEnvironment) -> None:
-    async def visit(client: TestClient) -> None:
-        for headers, status in (({}, 403), ({SECRET_HEADER: "0123456789abcdeF"}, 403), ({SECRET_HEADER: joined.secret}, 200)):
-            async with client.get("/queue", headers=headers) as answer:
-                assert answer.status == status
-
-    addresses = ("127.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2")
-    assert serve(replace(joined, addresses=addresses), visit) == ["GET /queue"]
+    assert serve(joined, visit) == [f"POST {path}" for path in CHANGING]
 
 
 def test_a_worker_is_visible_before_its_first_prompt(joined: LaunchEnvironment) -> None:

@@ -61,6 +61,9 @@ def test_nobody_but_rank_0_tells_a_worker_what_to_do(user: User) -> None:
     graph = {"prompt": generate_graph(), "client_id": "stranger"}
     orders = {"prompt": graph, "interrupt": {}, "free": {"unload_models": True}, "queue": {"clear": True}, "history": {"clear": True}, "upload/image": {}}
     for url in user.launch.urls[1:]:
+        for path in ("history", "system_stats", "phase_parallel/status"):
+            with pytest.raises(Refused, match="takes orders from rank 0 only"):
+                get_bytes(f"{url}/{path}")
         for path, body in orders.items():
             for prefix in ("", "/api"):
                 with pytest.raises(Refused, match="takes orders from rank 0 only") as refused:
