@@ -5,6 +5,7 @@ reaches.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -21,8 +22,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from ..parallel.hung_ranks import asked_to_end
 from ..parallel.rank_logs import last_lines
-from .records import process_birth
+from ..parallel.store import JsonStore
+from .records import parent_of, process_birth
 
 RANK_SCRIPT = Path(__file__).resolve().parent / "rank.py"
 MONITOR_INTERVAL_S = 0.25
@@ -74,15 +77,19 @@ class RanksAgent(LocalElasticAgent):
         holds_rank_0: bool,
         is_ready: Callable[[], bool],
         on_failure: Callable[[str], None],
+        store: JsonStore,
     ) -> None:
+        """``store``: the launch's, above its restarts."""
         logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL, tee=Std.ALL)
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._holds_rank_0 = holds_rank_0
         self._is_ready = is_ready
         self._on_failure = on_failure
+        self._requests: JsonStore | None = store
         self._lost_at: float | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_hung_ranks()
         if self._is_ready() and self._rank_0_is_telling():
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
@@ -93,6 +100,21 @@ class RanksAgent(LocalElasticAgent):
                 rank, failure = first_failure(result)
                 self._on_failure(f"Rank {rank} {cause_of(failure)}: all ranks are started again.")
         return result
+
+    def _end_hung_ranks(self) -> None:
+        """Rank 0 asks for it. Whatever it names, only a process that is a rank of this agent is ended."""
+        if self._requests is None:
+            return
+        try:
+            hung = asked_to_end(self._requests)
+        except RuntimeError:  # the store is machine 0's, whose end is told elsewhere
+            self._requests = None
+            return
+        own = {pid for pid in self._pcontext.pids().values() if parent_of(pid) == os.getpid()}
+        for one in hung:
+            if one.pid in own and process_birth(one.pid) is not None:
+                self._on_failure(f"Rank {one.rank} did not answer for {one.silent_s:g} s: its process {one.pid} is ended.")
+                os.kill(one.pid, signal.SIGKILL)
 
     def _rank_0_is_telling(self) -> bool:
         """Has a rank been lost a moment ago that was not rank 0?"""
@@ -153,7 +175,8 @@ def run_ranks(
         monitor_interval=MONITOR_INTERVAL_S,
         local_addr=place.address,
     )
-    agent = RanksAgent(spec, logs, holds_rank_0=place.number == 0, is_ready=is_ready, on_failure=on_failure)
+    store = JsonStore.tcp(place.store_host, place.store_port, launch_id)
+    agent = RanksAgent(spec, logs, holds_rank_0=place.number == 0, is_ready=is_ready, on_failure=on_failure, store=store)
     try:
         result = agent.run()
     except SignalException as stop:

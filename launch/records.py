@@ -86,12 +86,23 @@ def process_birth(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None when there is no such process (or only its
     remains).
     """
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def parent_of(pid: int) -> int | None:
+    """None when there is no such process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc says, from the state on."""
     try:
         # The command in parentheses may hold spaces: count the fields behind it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def live_records() -> list[LaunchRecord]:

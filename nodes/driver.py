@@ -28,6 +28,7 @@ from .comfy_host import ComfyHost, Host
 from .fan_out import RankUnavailable, ask_followers
 from .follower import call_key, joined_key
 from .queue_keeper import freeze_queue
+from .silent_ranks import OUTLOOK, SilentRanks
 
 _log = logging.getLogger(__name__)
 _WATCH_S = 0.2
@@ -52,9 +53,12 @@ class Driver:
         environment: LaunchEnvironment | None,
         *,
         rank_lost: Callable[[], None] = lambda: None,
+        rank_silent: Callable[[], bool] = lambda: False,
     ):
-        """``rank_lost`` is called when the process of a rank has ended, before the error is raised."""
-        self._rank_lost = rank_lost
+        """Before an error is raised, ``rank_lost`` is called when the process of a rank has ended, and else ``rank_silent``: has a rank stopped answering
+        that will be ended?
+        """
+        self._rank_lost, self._rank_silent = rank_lost, rank_silent
         self.cluster = cluster
         self._host = host
         self._environment = environment
@@ -93,20 +97,24 @@ class Driver:
                 return run_call(self.cluster, announced, tensors, cancelled=cancelled, report=reporting)
             except SectionCancelled:
                 raise self._interrupt() from None
-            except (SectionError, RankUnavailable):
-                self._tell_of_lost_ranks()
+            except (SectionError, RankUnavailable) as error:
+                if self._tell_of_lost_ranks():
+                    raise RankUnavailable(f"{error}; {OUTLOOK}") from error
                 raise
             finally:
                 if running is None:
                     self._close("the call is over")
 
-    def _tell_of_lost_ranks(self) -> None:
+    def _tell_of_lost_ranks(self) -> bool:
+        """True when a rank hangs."""
         try:
-            if self.cluster.lost_ranks():
-                self._rank_lost()
+            if not self.cluster.lost_ranks():
+                return self._rank_silent()
+            self._rank_lost()
         except RuntimeError as error:
             # The launcher's store has gone too; the user must read the cause, not this.
             _log.warning("the queue was not kept for a restart: %s", error)
+        return False
 
     @property
     def is_running(self) -> bool:
@@ -244,5 +252,10 @@ def process_driver() -> Driver:
         if _process_driver is None:
             host = ComfyHost()
             environment = LaunchEnvironment.from_environ(os.environ)
-            _process_driver = Driver(process_cluster(host.device()), host, environment, rank_lost=freeze_queue)
+            cluster = process_cluster(host.device())
+            if environment is None:
+                _process_driver = Driver(cluster, host, None)
+            else:
+                silent = SilentRanks.of_launch(cluster, environment)
+                _process_driver = Driver(cluster, host, environment, rank_lost=freeze_queue, rank_silent=silent.suspect)
         return _process_driver

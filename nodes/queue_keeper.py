@@ -79,6 +79,17 @@ class QueueKeeper:
             self._frozen = True
         self._look()
 
+    def thaw(self) -> None:
+        """All ranks are there after all: what was taken out waits again."""
+        with self._lock:
+            if not self._frozen:
+                return
+            self._frozen = False
+            for item in self._held:
+                self._server.prompt_queue.put(item)
+            self._held, self._begun = [], {}
+        self._look()
+
     def _look(self) -> None:
         """Write what runs and what waits, if that has changed."""
         with self._lock:
@@ -136,6 +147,12 @@ def freeze_queue() -> None:
     """A rank is lost; called before its user reads so, since the next prompt starts right behind."""
     if _process_keeper is not None:
         _process_keeper.freeze()
+
+
+def thaw_queue() -> None:
+    """The rank that was thought to be lost answers."""
+    if _process_keeper is not None:
+        _process_keeper.thaw()
 
 
 def _plain(items: list[Any]) -> list[list[Any]]:

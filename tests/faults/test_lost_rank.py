@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -121,3 +122,30 @@ def test_the_queue_goes_on_after_a_rank_was_killed(killed: Killed, cells: list[C
     else:
         assert cell.sentence.startswith("a rank was lost while this prompt ran")
     assert f"Rank {rank} was killed by SIGKILL: all ranks are started again." in killed.launch.log
+
+
+HANG_TIMEOUT_S = 12.0
+
+
+def test_the_queue_goes_on_after_a_rank_hung_for_ever(small_instruct: Path, cells: list[Cell]) -> None:
+    """Stopped and never continued: its user reads so after the timeout, then the launcher ends it and all ranks come back."""
+    cell = Cell("SIGSTOP for ever", "ComfyUI", 2)
+    cells.append(cell)
+    environment = {"COMFYUI_DIR": os.environ.get("COMFYUI_DIR", ""), "PHASE_PARALLEL_TIMEOUT_S": f"{HANG_TIMEOUT_S:g}"}
+    with Launch(ranks=4, models=[small_instruct], environment=environment, restarts=1, timeout_s=900.0) as launch:
+        user = Killed(launch, Path())
+        expected = answer(user.history(user.post(ask(5)), 120.0))
+        pid = launch.record.ranks[2].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
+        broken, waiting, last = (user.post(ask(number)) for number in (6, 7, 5))
+        cell.sentence = error_of(user.history(broken, HANG_TIMEOUT_S + LIMIT_S))
+        cell.seconds = time.monotonic() - start
+        assert answer(user.history(waiting, BACK_S))
+        third = user.history(last, 60.0)
+        cell.next_prompt = "identical" if answer(third) == expected else "WRONG"
+        assert answer(third) == expected
+        assert cell.sentence.startswith("rank 2 d") and cell.sentence.endswith("starts all ranks again, and what waits in the queue is kept")
+        assert f"Rank 2 did not answer for {HANG_TIMEOUT_S:g} s: its process {pid} is ended." in launch.log
+        assert "Rank 2 was killed by SIGKILL: all ranks are started again." in launch.log

@@ -23,6 +23,8 @@ from phase_parallel.launch.paths import PACK_ROOT, runtime_folder
 from phase_parallel.launch.ports import free_port
 from phase_parallel.launch.records import LaunchRecord, process_birth, read_record, remove_record
 from phase_parallel.launch.running import Launch, what_is_left
+from phase_parallel.parallel.hung_ranks import HungRank, ask_to_end
+from phase_parallel.parallel.store import JsonStore
 
 from .conftest import tree_of
 
@@ -194,6 +196,28 @@ def test_a_killed_rank_brings_all_ranks_back(stand_in: Path, tmp_path: Path) -> 
     log = (tmp_path / "up.txt").read_text()
     assert "Rank 1 was killed by SIGKILL: all ranks are started again." in log
     assert "phase-parallel: Rank 0 was killed by SIGKILL; all ranks were stopped." in log
+
+
+def test_a_rank_that_hangs_is_ended_when_rank_0_asks_and_nothing_else(stand_in: Path, tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--restarts", "1")
+    with (
+        subprocess.Popen(["sleep", "60"]) as stranger,
+        started(*options, comfyui=stand_in, base=tmp_path / "base") as (process, record),
+    ):
+        os.kill(record.ranks[1].pid, signal.SIGSTOP)
+        told = get_json(record.url + "/system_stats")["environment"]
+        host, _, port = told["PHASE_PARALLEL_STORE"].rpartition(":")
+        store = JsonStore.tcp(host, int(port), told["PHASE_PARALLEL_LAUNCH_ID"])
+        ask_to_end(store, [HungRank(0, stranger.pid, 5.0), HungRank(0, os.getpid(), 5.0), HungRank(1, record.ranks[1].pid, 5.0)])
+        again = wait_for(process, restarts=1)
+        assert process_birth(record.ranks[1].pid) is None and process_birth(again.ranks[1].pid) is not None
+        assert stranger.poll() is None, "the launcher ends its own ranks only"
+        stranger.kill()
+        time.sleep(1)
+        assert process.poll() is None and get_json(again.url + "/system_stats")["restart"] == "1", "what was asked of the former ranks is over"
+    log = (tmp_path / "up.txt").read_text()
+    assert log.count("did not answer for") == 1 and f"Rank 1 did not answer for 5 s: its process {record.ranks[1].pid} is ended." in log
+    assert "Rank 1 was killed by SIGKILL: all ranks are started again." in log
 
 
 @pytest.mark.parametrize(

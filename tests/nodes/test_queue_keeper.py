@@ -172,6 +172,19 @@ class TestFrozen:
         keeper._look()
         assert self.after(environment) == (["twin"], ["twin"])
 
+    def test_a_queue_that_thaws_goes_on_as_it_was(self, before: SimpleNamespace, keeper: QueueKeeper, environment: LaunchEnvironment) -> None:
+        """The rank that was thought to be lost answers."""
+        waiting = [item(5, "first"), item(6, "second")]
+        before.prompt_queue.queue = list(waiting)
+        before.prompt_queue.currently_running = {3: item(4, "broken")}
+        keeper.freeze()
+        before.prompt_queue.currently_running = {}
+        keeper.thaw()
+        keeper.thaw()
+        assert before.prompt_queue.queue == waiting, "with their secrets, once"
+        keeper._look()
+        assert self.after(environment) == (["first", "second"], [])
+
     def test_the_thread_goes_on_looking(self, before: SimpleNamespace, keeper: QueueKeeper, environment: LaunchEnvironment) -> None:
         keeper.start()
         keeper.freeze()
