@@ -253,8 +253,9 @@ def process_driver() -> Driver:
             host = ComfyHost()
             environment = LaunchEnvironment.from_environ(os.environ)
             cluster = process_cluster(host.device())
-            if environment is None:
-                _process_driver = Driver(cluster, host, None)
+            if environment is None or environment.machine_ranks:
+                # On several machines nobody is started again.
+                _process_driver = Driver(cluster, host, environment, rank_lost=freeze_queue)
             else:
                 silent = SilentRanks.of_launch(cluster, environment)
                 _process_driver = Driver(cluster, host, environment, rank_lost=freeze_queue, rank_silent=silent.suspect)

@@ -18,6 +18,7 @@ from aiohttp import web
 from ..parallel.environment import LaunchEnvironment
 from . import status_routes
 from .queue_keeper import keep_queue
+from .startup_heap import set_startup_aside
 
 SECRET_HEADER = "X-PhaseParallel-Secret"
 _log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def install(server: Any, environment: LaunchEnvironment | None) -> None:
         status_routes.add_routes(server.routes, environment)
     if environment is not None:
         server.app.on_startup.append(_join_launch)
+        server.app.on_startup.append(_set_startup_aside)
         if environment.rank == 0:
             server.app.on_startup.append(lambda _: _keep_queue(server, environment))
 
@@ -66,6 +68,10 @@ def secret_guard(environment: LaunchEnvironment) -> Callable:
 
 async def _keep_queue(server: Any, environment: LaunchEnvironment) -> None:
     keep_queue(server, environment)
+
+
+async def _set_startup_aside(_: web.Application) -> None:
+    set_startup_aside()
 
 
 async def _join_launch(_: web.Application) -> None:

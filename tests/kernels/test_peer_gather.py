@@ -22,11 +22,20 @@ def make(ranks: int, values: int) -> tuple[list[Mailboxes], list[torch.Tensor]]:
     return [Mailboxes(addresses, rank, zero(), zero(), AbortWord(pinned=True).tensor) for rank in range(ranks)], [gathered(block) for block in blocks]
 
 
+def compile_for_all(ranks: int, parts: list[torch.Tensor]) -> None:
+    """One at a time and waiting for nobody: a kernel that is loaded waits for the device, on which another rank of this process may wait for it."""
+    boxes, _ = make(ranks, ranks * parts[0].shape[0])
+    for rank in range(ranks):
+        gemv_gather(boxes[rank], torch.zeros_like(parts[rank][0]), parts[rank], rank * parts[rank].shape[0], timeout_s=0)
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(("ranks", "rows", "columns"), [(1, 5, 64), (2, 333, 100), (3, 64, 4096), (4, 1000, 4096)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_rank_holds_all_rows(ranks: int, rows: int, columns: int, dtype: torch.dtype) -> None:
     boxes, logits = make(ranks, ranks * rows)
     parts = [torch.randn(rows, columns, device="cuda").to(dtype) * columns**-0.5 for _ in range(ranks)]
+    compile_for_all(ranks, parts)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     for _ in range(20):
         x = torch.randn(columns, device="cuda").to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -215,6 +216,18 @@ def test_the_page_of_the_ranks_has_its_files_and_no_others(monkeypatch: pytest.M
             assert "was not started by `phase-parallel up`" in (await answer.json())["error"]
 
     serve(None, visit)
+
+
+def test_collections_leave_out_what_lives_since_the_start() -> None:
+    async def visit(client: TestClient) -> None:
+        assert gc.get_freeze_count() > 10000
+
+    before = gc.get_freeze_count()
+    try:
+        serve(LAUNCH, visit)
+    finally:
+        gc.unfreeze()
+    assert before == 0
 
 
 def test_without_a_launch_everything_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
