@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +20,9 @@ from .ar import TASKS, ArRow, PrefillRow, measure_decode, measure_eager_decode, 
 from .environment import describe_machine
 from .errors import BenchError
 from .one_rank import OneRankCommunicator
-from .random_model import random_model
-from .release import RELEASE, Release, from_spec
-
-SMALL = replace(
-    RELEASE, layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, experts=8, topk=2, expert_width=128, vocab=512, image_base_size=256,
-    patch_embed_width=64, latent_channels=16, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4,
-    vit_width=96, vit_table=4, vit_slots=64,
-)  # fmt: skip
+from .random_model import checked_options, random_model
+from .release import RELEASE, SMALL, Release, from_spec
+from .report import print_head, print_split, rank_words
 
 
 @dataclass(frozen=True)
@@ -85,7 +78,8 @@ def _measure(
     options: ArOptions, plan: ParallelPlan, comm: Communicator, device: torch.device, barrier: Callable[[], None]
 ) -> dict[str, Any]:
     built = release_of(options)
-    model = random_model(built.config, plan, comm, load_options(options, device), device=device)
+    load = checked_options(LoadOptions(moe_layout=options.layout, moe_backend=options.moe_backend), device)
+    model = random_model(built.config, plan, comm, load, device=device)
     tasks = [replace(task, tokens=task.tokens // 8) for task in TASKS] if options.small else TASKS
     decode: list[ArRow] = []
     prefill: list[PrefillRow] = []
@@ -113,26 +107,12 @@ def _measure(
     }
 
 
-def load_options(options: ArOptions, device: torch.device) -> LoadOptions:
-    """Raises BenchError before memory is spent where the device cannot follow."""
-    try:
-        chosen = LoadOptions(moe_layout=options.layout, moe_backend=options.moe_backend)
-        chosen.check_device(device)
-    except ValueError as error:
-        raise BenchError(f"{error}.") from error
-    return chosen
-
-
 def release_of(options: ArOptions) -> Release:
     return from_spec(replace(SMALL if options.small else RELEASE, layers=options.layers))
 
 
 def print_result(result: dict[str, Any]) -> None:
-    peers = "one rank without its peers" if result["alone"] else f"{result['ranks']} ranks"
-    print(
-        f"== {result['scheme']}, {peers}, {result['layers']} layers, {result['moe']}, experts {result['experts']}, "
-        f"{result['hardware']}, torch {result['torch']}, {result['commit']}"
-    )
+    print_head(f"{result['scheme']}, {rank_words(result)}, {result['layers']} layers, {result['moe']}, experts {result['experts']}", result)
     for row in result["prefill"]:
         ms = row["ms_prefill"]
         spread = f"{ms['median']:9.2f} ms  ({ms['minimum']:.2f} … {ms['maximum']:.2f})"
@@ -145,11 +125,4 @@ def print_result(result: dict[str, Any]) -> None:
         )
     for kind in ("decode", "prefill"):
         for row in result[kind]:
-            if row["split_us"]:
-                top = list(row["split_us"].items())[:10]
-                print(f"   {kind} {row['task']} {row.get('reduction', '')}: " + ", ".join(f"{name[:28]} {us / 1e3:.2f}" for name, us in top) + " ms")
-
-
-def write_result(result: dict[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print_split(f"{kind} {row['task']} {row.get('reduction', '')}", row["split_us"])

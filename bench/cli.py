@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 from ..kernels.kernel_set import MOE_BACKENDS
-from ..kernels.moe import MOE_LAYOUTS
+from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
+from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
+from . import ar_table, denoise_table
+from .ar_table import ArOptions
+from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
 from .errors import BenchError
 from .node import EqualDigests, NodeOptions, StartLaunch, measure, print_result
+from .report import write_result
 
+TABLES = {"ar": ar_table, "denoise": denoise_table}
+OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions}
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
 Join = Callable[[dict[str, Any]], AbstractContextManager[Cluster]]
 
@@ -28,7 +35,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
-    if options.command in ("ar", "node") and options.device == "cpu":
+    if options.command in ("ar", "denoise", "node") and options.device == "cpu":
         if options.scale != "small":
             raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
     elif not torch.cuda.is_available():
@@ -41,7 +48,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
     if options.command == "node":
         _node(options, launch, equal_digests)
         return 0
-    _ar(options, start_ranks)
+    (_denoise if options.command == "denoise" else _ar)(options, start_ranks)
     return 0
 
 
@@ -65,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--repeats", type=int, default=5)
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+    _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
     node = commands.add_parser("node", help="text of the Think / Recaption node in ComfyUI: speed on the page, time to cancel")
     node.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
     node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
@@ -79,11 +87,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
-    from .ar_table import write_result
+def _device_count(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else 1
 
+
+def _add_denoise(denoise: argparse.ArgumentParser) -> None:
+    denoise.add_argument("--alone", action="store_true", help="measure one rank of each scheme on one GPU, without its peers")
+    denoise.add_argument("--ranks", type=int, help="ranks (default: one for each GPU; with --alone the schemes of any number)")
+    denoise.add_argument("--scheme", choices=tuple(SCHEMES), action="append", default=[], help="may be repeated (default: all that fit the ranks)")
+    denoise.add_argument("--task", choices=("t2i", "ti2i", "both"), default="both")
+    denoise.add_argument("--cfg", choices=CFG_MODES, help="both branches in one pass or one after the other (default: both ways)")
+    denoise.add_argument("--moe-layout", choices=MOE_LAYOUTS, help="(default: both)")
+    denoise.add_argument("--moe-path", choices=MOE_PATHS, help="(default: both)")
+    denoise.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto", help="who computes the routed experts (default: as the other kernels)")
+    denoise.add_argument("--layers", type=int, default=32)
+    denoise.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    denoise.add_argument("--repeats", type=int, default=3)
+    denoise.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
+    ranks = options.ranks or (0 if options.alone else _device_count(options.device))
+    alone = options.alone or ranks == 1
+    run = DenoiseOptions(
+        schemes=choose_schemes(options.scheme, ranks, alone),
+        ranks=ranks,
+        alone=alone,
+        tasks=() if options.task == "both" else (options.task,),
+        cfg=() if options.cfg is None else (options.cfg,),
+        layouts=() if options.moe_layout is None else (options.moe_layout,),
+        paths=() if options.moe_path is None else (options.moe_path,),
+        moe_backend=options.moe_backend,
+        layers=2 if options.scale == "small" else options.layers,
+        small=options.scale == "small",
+        repeats=options.repeats,
+    )
+    _measure("denoise", options, run, start_ranks)
+
+
+def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
     small = options.scale == "small"
-    ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 1)
+    ranks = options.ranks or _device_count(options.device)
     run = NodeOptions(
         scheme=options.scheme if ranks > 1 else "single",
         ranks=ranks,
@@ -102,10 +147,7 @@ def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: Equal
 
 
 def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
-    from .ar_table import ArOptions, print_result, run_alone, write_result
-
-    cuda = options.device == "cuda"
-    ranks = options.ranks or (torch.cuda.device_count() if cuda else 1)
+    ranks = options.ranks or _device_count(options.device)
     run = ArOptions(
         scheme=options.scheme,
         ranks=ranks,
@@ -118,24 +160,30 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         repeats=options.repeats,
         eager=not options.no_eager,
     )
+    _measure("ar", options, run, start_ranks)
+
+
+def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions, start_ranks: StartRanks) -> None:
+    """In this process where one rank is all, else in one process a rank."""
     if not run.alone:
-        if cuda and ranks > torch.cuda.device_count():
-            raise BenchError(f"{ranks} ranks need {ranks} GPUs and this machine has {torch.cuda.device_count()}; give fewer --ranks, or --alone.")
+        if options.device == "cuda" and run.ranks > torch.cuda.device_count():
+            raise BenchError(f"{run.ranks} ranks need {run.ranks} GPUs and this machine has {torch.cuda.device_count()}; give fewer --ranks, or --alone.")
         out = None if options.out is None else str(options.out.resolve())
-        start_ranks(["bench"], {"ranks": ranks, "device": options.device, "run": asdict(run), "out": out})
+        start_ranks(["bench"], {"bench": bench, "ranks": run.ranks, "device": options.device, "run": asdict(run), "out": out})
         return
-    result = run_alone(run, torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-    print_result(result)
-    if options.out is not None:
-        write_result(result, options.out)
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    _show(bench, TABLES[bench].run_alone(run, device), options.out)
+
+
+def _show(bench: str, result: dict[str, Any], out: Path | None) -> None:
+    TABLES[bench].print_result(result)
+    if out is not None:
+        write_result(result, out)
 
 
 def _as_rank(options: dict[str, Any], join: Join) -> None:
-    from .ar_table import ArOptions, print_result, run_rank, write_result
-
+    bench = options["bench"]
     with join(options) as cluster:
-        result = run_rank(ArOptions(**options["run"]), cluster)
+        result = TABLES[bench].run_rank(OPTIONS[bench](**options["run"]), cluster)
         if cluster.rank == 0:
-            print_result(result)
-            if options["out"] is not None:
-                write_result(result, Path(options["out"]))
+            _show(bench, result, None if options["out"] is None else Path(options["out"]))

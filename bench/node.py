@@ -22,11 +22,10 @@ import torch
 
 from ..parallel.environment import RANDOM_WEIGHTS
 from .ar import TASKS, prompt_text
-from .ar_table import SMALL
 from .environment import ROOT, describe_machine
 from .errors import BenchError
 from .node_client import Graph, NodeRun, run_graph
-from .release import RELEASE, write_release
+from .release import RELEASE, SMALL, write_release
 from .timing import Spread
 
 WORKFLOW = ROOT / "workflows" / "api" / "t2i_think_recaption.api.json"

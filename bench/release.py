@@ -39,6 +39,13 @@ RELEASE = SyntheticSpec(
     dtype="bfloat16",
 )
 
+SMALL = replace(
+    RELEASE, layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, experts=8, topk=2, expert_width=128, vocab=512, image_base_size=256,
+    patch_embed_width=64, latent_channels=16, vae_channels=(32, 32, 32, 32, 32), vae_blocks=1, vit_layers=1, vit_hidden=48, vit_heads=4,
+    vit_width=96, vit_table=4, vit_slots=64,
+)  # fmt: skip
+"""Toy sizes, to try the programs."""
+
 ODD_TEXTS = (" ", " word", "\n", "漢", "\U0001f600", "\u202e", "\x00", '"', "\\", "<b>", "\ufffd")
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from phase_parallel.bench.ar import TASKS, prompt_row, prompt_text
-from phase_parallel.bench.ar_table import SMALL
 from phase_parallel.bench.errors import BenchError
 from phase_parallel.bench.node import NodeOptions, bench_row, text_graph
 from phase_parallel.bench.node_client import NodeRun
-from phase_parallel.bench.release import from_spec, write_release
+from phase_parallel.bench.release import SMALL, from_spec, write_release
 from phase_parallel.launch.cli import main
 
 OPTIONS = NodeOptions("tp", 2, "cpu", 2, True, 40, 1, 1, None)

@@ -1,0 +1,156 @@
+"""One denoise step of ``phase-parallel bench denoise``: its rows, its time, its kernels, and how evenly the experts share the tokens.
+
+A step is what the sampling loop does between two looks at the host: the velocities of all rows, guidance, and Euler's step. The prefixes are in K/V caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..kernels.router import Routing
+from ..models.hunyuan_image_3.denoise import CfgMode, Denoiser, DenoiseRow, guide
+from ..models.hunyuan_image_3.model import HunyuanImage3Model, StepInputs
+from ..models.hunyuan_image_3.prefix import PrefixStore
+from ..models.hunyuan_image_3.schedule import euler_step, flow_sigmas
+from ..models.hunyuan_image_3.sequence import ImageRows, build_image_rows
+from .ar import LETTERS, Task
+from .denoise_costs import collectives_ms, convolution_flops, denoise_flops, floor_ms
+from .kernel_groups import by_group
+from .one_rank import OneRankCommunicator
+from .pictures import cond_images, features_of
+from .release import Release
+from .timing import Spread, kernel_split, synchronize, wall_milliseconds
+
+GUIDANCE = 2.5
+STEPS = 50
+FLOW_SHIFT = 3.0
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One line of the table. ``floor_ms``: this rank's matrix arithmetic at full speed; ``convolution_floor_ms`` that of the convolutions, which the
+    floor leaves out. ``left_out``: the collectives that did not run, ``left_out_ms`` what they cost by other measurements, in no other number here."""
+
+    task: str
+    prefix: int
+    image_tokens: int
+    scheme: str
+    plan: str
+    moe: str
+    cfg: str
+    ms_per_step: Spread
+    ms_device: float
+    floor_ms: float
+    convolution_floor_ms: float
+    groups_us: dict[str, float]
+    split_us: dict[str, float]
+    left_out: dict[str, int]
+    left_out_ms: float | None
+    busiest_expert: float
+    """Tokens of the busiest expert of a layer over the mean, averaged over the layers."""
+    peak_gb: float
+    digest: str
+    """Of the latent after one step; equal on all ranks."""
+
+
+def image_rows(built: Release, task: Task) -> ImageRows:
+    """Rows of a square picture of the model's base size behind exactly ``task.tokens`` tokens."""
+    shortest = _image_rows(built, task, LETTERS[0]).cond.prefix_length
+    return _image_rows(built, task, "".join(LETTERS[: max(1, task.tokens - shortest + 1)]))
+
+
+def _image_rows(built: Release, task: Task, prompt: str) -> ImageRows:
+    side = built.config.image_base_size
+    pictures = cond_images(built.config, task.pictures)
+    return build_image_rows(
+        built.tokenizer, built.config, prompt=prompt, system_prompt=None, cot_text=None, cond_images=pictures, height=side, width=side
+    )
+
+
+class GuidedStep:
+    """A call is one step from the same noise, with guidance."""
+
+    def __init__(self, model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode):
+        rows = image_rows(built, task)
+        features = features_of(model, task.pictures)
+        self.model = model
+        self.prefix = rows.cond.prefix_length
+        self.block = rows.cond.gen.image[1] - rows.cond.gen.timestep_index
+        self.rows = [DenoiseRow(rows.cond, "cond", features), DenoiseRow(rows.uncond, "uncond", features)]
+        factor = built.config.vae.ffactor_spatial
+        shape = (1, built.config.vae.latent_channels, rows.height // factor, rows.width // factor)
+        self.noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.device)
+        self.denoiser = Denoiser(model, PrefixStore(model), cfg_mode=cfg)
+        sigmas = flow_sigmas(STEPS, FLOW_SHIFT)
+        self._sigma, self._after = float(sigmas[0]), float(sigmas[1])
+
+    def __call__(self) -> torch.Tensor:
+        velocity = self.denoiser.velocity(self.rows, self.noise, StepInputs(1000.0 * self._sigma, 1000.0 * self._after))
+        return euler_step(self.noise, guide(velocity[:1], velocity[1:], GUIDANCE), self._sigma, self._after)
+
+    @property
+    def own_rows(self) -> int:
+        """Rows that this rank computes; where guidance is split over ranks, one branch."""
+        return len(self.rows) // self.model.plan.cfg_size
+
+
+def measure_step(
+    model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode, *, scheme: str, moe: str, repeats: int, barrier: Callable[[], None]
+) -> StepRow:
+    device = model.device
+    step = GuidedStep(model, built, task, cfg)
+    latent = step()
+    busiest = _busiest_expert(model, step)
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    left_out = model.comm.left_out if isinstance(model.comm, OneRankCommunicator) else None
+    if left_out is not None:
+        left_out.clear()
+        step()
+        left_out = left_out.copy()
+    spread = wall_milliseconds(step, device, repeats=repeats, barrier=barrier)
+    split = kernel_split(step, device)
+    return StepRow(
+        task=task.name,
+        prefix=step.prefix,
+        image_tokens=step.noise.shape[-1] * step.noise.shape[-2],
+        scheme=scheme,
+        plan=model.plan.describe(),
+        moe=moe,
+        cfg=cfg,
+        ms_per_step=spread,
+        ms_device=sum(split.values()) / 1e3,
+        floor_ms=floor_ms(denoise_flops(model, step.own_rows, step.prefix, step.block)),
+        convolution_floor_ms=floor_ms(convolution_flops(model, 1, step.own_rows, step.noise.shape[-1] * step.noise.shape[-2])),
+        groups_us=by_group(split),
+        split_us=split,
+        left_out={f"{t.kind} of {t.ranks} ranks, {t.nbytes} bytes": count for t, count in (left_out or {}).items()},
+        left_out_ms=None if left_out is None else collectives_ms(left_out),
+        busiest_expert=busiest,
+        peak_gb=torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
+        digest=hashlib.sha256(latent.cpu().numpy().tobytes()).hexdigest()[:16],
+    )
+
+
+def _busiest_expert(model: HunyuanImage3Model, step: GuidedStep) -> float:
+    """Random weights could send all tokens to a few experts, which would be another measurement."""
+    weights, shares = model.weights["denoise"], []
+
+    def route(x: torch.Tensor, router: torch.Tensor, topk: int, keep_logits: bool) -> Routing:
+        routing = weights.kernels.route(x, router, topk, keep_logits)
+        counts = torch.bincount(routing.ids.flatten().long(), minlength=router.shape[0])
+        shares.append(float(counts.max() * router.shape[0] / counts.sum()))
+        return routing
+
+    whole = model.weights
+    model.weights = {**whole, "denoise": replace(weights, kernels=replace(weights.kernels, route=route))}
+    try:
+        step()
+    finally:
+        model.weights = whole
+    return sum(shares) / len(shares)
