@@ -6,8 +6,10 @@ A step is what the sampling loop does between two looks at the host: the velocit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from ..models.hunyuan_image_3.sequence import ImageRows, build_image_rows
 from .ar import LETTERS, Task
 from .denoise_costs import collectives_ms, convolution_flops, denoise_flops, floor_ms
 from .kernel_groups import by_group
-from .one_rank import OneRankCommunicator
+from .one_rank import OneRankCommunicator, Transfer
 from .pictures import cond_images, features_of
 from .release import Release
 from .timing import Spread, kernel_split, synchronize, wall_milliseconds
@@ -42,6 +44,8 @@ class StepRow:
     plan: str
     moe: str
     cfg: str
+    launch: str
+    """eager: every kernel by the host; graph: one recorded step, replayed."""
     ms_per_step: Spread
     ms_device: float
     floor_ms: float
@@ -54,7 +58,7 @@ class StepRow:
     """Tokens of the busiest expert of a layer over the mean, averaged over the layers."""
     peak_gb: float
     digest: str
-    """Of the latent after one step; equal on all ranks."""
+    """Of the latent after one step; equal on all ranks, and launched or replayed."""
 
 
 def image_rows(built: Release, task: Task) -> ImageRows:
@@ -72,7 +76,7 @@ def _image_rows(built: Release, task: Task, prompt: str) -> ImageRows:
 
 
 class GuidedStep:
-    """A call is one step from the same noise, with guidance."""
+    """A call is one step from the same noise, with guidance. The first one computes the prefixes."""
 
     def __init__(self, model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode):
         rows = image_rows(built, task)
@@ -84,12 +88,16 @@ class GuidedStep:
         factor = built.config.vae.ffactor_spatial
         shape = (1, built.config.vae.latent_channels, rows.height // factor, rows.width // factor)
         self.noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.device)
-        self.denoiser = Denoiser(model, PrefixStore(model), cfg_mode=cfg)
+        prefixes = PrefixStore(model)
+        self.denoisers = {"eager": Denoiser(model, prefixes, cfg_mode=cfg, graphs=False)}
+        recording = Denoiser(model, prefixes, cfg_mode=cfg)
+        if recording.records:
+            self.denoisers["graph"] = recording
         sigmas = flow_sigmas(STEPS, FLOW_SHIFT)
         self._sigma, self._after = float(sigmas[0]), float(sigmas[1])
 
-    def __call__(self) -> torch.Tensor:
-        velocity = self.denoiser.velocity(self.rows, self.noise, StepInputs(1000.0 * self._sigma, 1000.0 * self._after))
+    def __call__(self, launch: str) -> torch.Tensor:
+        velocity = self.denoisers[launch].velocity(self.rows, self.noise, StepInputs(1000.0 * self._sigma, 1000.0 * self._after))
         return euler_step(self.noise, guide(velocity[:1], velocity[1:], GUIDANCE), self._sigma, self._after)
 
     @property
@@ -97,44 +105,61 @@ class GuidedStep:
         """Rows that this rank computes; where guidance is split over ranks, one branch."""
         return len(self.rows) // self.model.plan.cfg_size
 
+    @property
+    def image_tokens(self) -> int:
+        return self.noise.shape[-1] * self.noise.shape[-2]
+
 
 def measure_step(
     model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode, *, scheme: str, moe: str, repeats: int, barrier: Callable[[], None]
-) -> StepRow:
-    device = model.device
+) -> Iterator[StepRow]:
+    """Launched by the host, and then replayed where that can be."""
     step = GuidedStep(model, built, task, cfg)
-    latent = step()
+    step("eager")
     busiest = _busiest_expert(model, step)
+    left_out = _left_out(model, step)
+    about = {
+        "task": task.name,
+        "prefix": step.prefix,
+        "image_tokens": step.image_tokens,
+        "scheme": scheme,
+        "plan": model.plan.describe(),
+        "moe": moe,
+        "cfg": cfg,
+        "floor_ms": floor_ms(denoise_flops(model, step.own_rows, step.prefix, step.block)),
+        "convolution_floor_ms": floor_ms(convolution_flops(model, 1, step.own_rows, step.image_tokens)),
+        "left_out": {f"{t.kind} of {t.ranks} ranks, {t.nbytes} bytes": count for t, count in left_out.items()},
+        "left_out_ms": collectives_ms(left_out),
+        "busiest_expert": busiest,
+    }
+    for launch in step.denoisers:
+        yield StepRow(launch=launch, **about, **_timed(step, launch, repeats, barrier))
+
+
+def _timed(step: GuidedStep, launch: str, repeats: int, barrier: Callable[[], None]) -> dict[str, Any]:
+    device = step.noise.device
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    left_out = model.comm.left_out if isinstance(model.comm, OneRankCommunicator) else None
-    if left_out is not None:
-        left_out.clear()
-        step()
-        left_out = left_out.copy()
-    spread = wall_milliseconds(step, device, repeats=repeats, barrier=barrier)
-    split = kernel_split(step, device)
-    return StepRow(
-        task=task.name,
-        prefix=step.prefix,
-        image_tokens=step.noise.shape[-1] * step.noise.shape[-2],
-        scheme=scheme,
-        plan=model.plan.describe(),
-        moe=moe,
-        cfg=cfg,
-        ms_per_step=spread,
-        ms_device=sum(split.values()) / 1e3,
-        floor_ms=floor_ms(denoise_flops(model, step.own_rows, step.prefix, step.block)),
-        convolution_floor_ms=floor_ms(convolution_flops(model, 1, step.own_rows, step.noise.shape[-1] * step.noise.shape[-2])),
-        groups_us=by_group(split),
-        split_us=split,
-        left_out={f"{t.kind} of {t.ranks} ranks, {t.nbytes} bytes": count for t, count in (left_out or {}).items()},
-        left_out_ms=None if left_out is None else collectives_ms(left_out),
-        busiest_expert=busiest,
-        peak_gb=torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
-        digest=hashlib.sha256(latent.cpu().numpy().tobytes()).hexdigest()[:16],
-    )
+    spread = wall_milliseconds(lambda: step(launch), device, repeats=repeats, barrier=barrier)
+    split = kernel_split(lambda: step(launch), device)
+    return {
+        "ms_per_step": spread,
+        "ms_device": sum(split.values()) / 1e3,
+        "groups_us": by_group(split),
+        "split_us": split,
+        "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
+        "digest": hashlib.sha256(step(launch).cpu().numpy().tobytes()).hexdigest()[:16],
+    }
+
+
+def _left_out(model: HunyuanImage3Model, step: GuidedStep) -> Counter[Transfer]:
+    """What one step would exchange with peers that are not there; nothing where they are."""
+    if not isinstance(model.comm, OneRankCommunicator):
+        return Counter()
+    model.comm.left_out.clear()
+    step("eager")
+    return model.comm.left_out.copy()
 
 
 def _busiest_expert(model: HunyuanImage3Model, step: GuidedStep) -> float:
@@ -150,7 +175,7 @@ def _busiest_expert(model: HunyuanImage3Model, step: GuidedStep) -> float:
     whole = model.weights
     model.weights = {**whole, "denoise": replace(weights, kernels=replace(weights.kernels, route=route))}
     try:
-        step()
+        step("eager")
     finally:
         model.weights = whole
     return sum(shares) / len(shares)

@@ -185,7 +185,7 @@ def _measure(
     rows: list[StepRow] = []
     for task in tasks_of(options):
         for cfg in case.cfg:
-            rows.append(measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier))
+            rows += measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier)
             free_memory(device)
     return [asdict(row) for row in rows]
 
@@ -213,9 +213,10 @@ def print_result(result: dict[str, Any]) -> None:
         if result["alone"]:
             left_out = f", left out {'not known' if row['left_out_ms'] is None else format(row['left_out_ms'], '.1f')}"
         print(
-            f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8}"
+            f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8} {row['launch']:5}"
             f"{ms['median']:9.2f} ms/step ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}, "
-            f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %{left_out}, {row['peak_gb']:.1f} GB, busiest expert {row['busiest_expert']:.2f} x"
+            f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %{left_out}, {row['peak_gb']:.1f} GB, busiest expert {row['busiest_expert']:.2f} x, "
+            f"latent {row['digest'][:6]}"
         )
     for row in result["rows"]:
-        print_split(f"{row['task']} {row['scheme']} {row['moe']} {row['cfg']}", row["groups_us"])
+        print_split(f"{row['task']} {row['scheme']} {row['moe']} {row['cfg']} {row['launch']}", row["groups_us"])

@@ -21,12 +21,15 @@ from .triton_support import why_not
 CAUSAL_ROWS = 512
 
 
-def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun]) -> torch.Tensor:
-    """``q [T, heads, d]``, ``k, v [K, kv_heads, d]`` -> ``[T, heads, d]``; scale 1/√d; query head i uses KV head i // (heads/kv_heads).
+def attend_eager(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``q [T, heads, d]``, ``k, v [K, kv_heads, d]`` -> ``[T, heads, d]``, in ``out`` where it is given; scale 1/√d; query head i uses KV head
+    i // (heads/kv_heads).
 
-    Rows that no run covers stay zero.
+    Rows that no run covers are zero.
     """
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if out is None else out.zero_()
     for run in runs:
         if run.causal and run.q_stop - run.q_start > 1:
             for first in range(run.q_start, run.q_stop, CAUSAL_ROWS):
@@ -37,12 +40,17 @@ def attend_eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequen
     return out
 
 
-def attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun]) -> torch.Tensor:
-    """As :func:`attend_eager` without a mask tensor: a causal run is aligned with its last key inside the kernel."""
-    if len(runs) == 1 and runs[0].q_stop - runs[0].q_start == q.shape[0] and not takes_rows(runs[0], q):
+def attend_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As :func:`attend_eager` without a mask tensor: a causal run is aligned with its last key inside the kernel. Tokens of ``out`` have contiguous
+    heads."""
+    if out is None and len(runs) == 1 and runs[0].q_stop - runs[0].q_start == q.shape[0] and not takes_rows(runs[0], q):
         return _attend_run(q, k, v, runs[0])
-    covered = sum(run.q_stop - run.q_start for run in runs) == q.shape[0]
-    out = torch.empty_like(q) if covered else torch.zeros_like(q)
+    if out is None:
+        out = torch.empty_like(q)
+    if sum(run.q_stop - run.q_start for run in runs) != q.shape[0]:
+        out.zero_()
     for ours, part in groupby(runs, lambda run: takes_rows(run, q)):
         if ours:
             attend_rows_triton(q, k, v, tuple(part), out)

@@ -15,7 +15,8 @@ from .flashinfer_experts import FlashInferExperts, why_not_flashinfer
 from .flashinfer_support import FlashInferError
 from .grouped_experts import grouped_experts
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
-from .residual_norm import residual_norm_eager, residual_norm_triton
+from .residual_norm import residual_norm_eager, residual_norm_triton, rms_norm_triton
+from .rms_norm import rms_norm_eager
 from .rope_norm import rotate_into_eager, rotate_into_triton
 from .route_tokens import route_tokens_triton
 from .router import Routing, route_tokens_eager
@@ -34,14 +35,23 @@ class OneTokenMoe(Protocol):
     def __call__(self, x: torch.Tensor, block: ExpertBlock, shared_down: torch.Tensor, buffers: DecodeMoeBuffers, out: torch.Tensor) -> None: ...
 
 
+class Attend(Protocol):
+    """:func:`.attention.attend_eager`."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[AttentionRun], out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class KernelSet:
     """One backend's operations; shapes and meaning are those of the eager functions."""
 
     name: str
+    norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     residual_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     rotate_into: Callable[..., torch.Tensor]
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[AttentionRun]], torch.Tensor]
+    attend: Attend
     gated_unit: Callable[[torch.Tensor, int], torch.Tensor]
     route: Callable[[torch.Tensor, torch.Tensor, int, bool], Routing]
     """(x, router weight, experts per token, whether to keep the logits)."""
@@ -78,9 +88,11 @@ def _residual_norm_fused(x: torch.Tensor, residual: torch.Tensor, weight: torch.
     return residual, normed
 
 
-EAGER = KernelSet("eager", residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_tokens_eager, _experts_eager, "eager")
+EAGER = KernelSet(
+    "eager", rms_norm_eager, residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_tokens_eager, _experts_eager, "eager"
+)
 FUSED = KernelSet(
-    "fused", _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_tokens_triton, _experts_fused, "triton"
+    "fused", rms_norm_triton, _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_tokens_triton, _experts_fused, "triton"
 )
 
 

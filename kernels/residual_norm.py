@@ -1,4 +1,4 @@
-"""What follows every reduction of a decode step: add to the residual stream, then the next RMSNorm."""
+"""What follows every reduction: add to the residual stream, then the next RMSNorm; and that norm alone, for where the stream begins."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ def residual_norm_eager(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
 
 
 @jit
-def _residual_norm(x, residual, weight, normed, eps, H: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _residual_norm(x, residual, weight, normed, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr):
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * H
     column = tl.arange(0, BLOCK)
     inside = column < H
-    total = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
-    # The norm sees the rounded sum: it is what the residual stream holds.
-    kept = total.to(residual.dtype.element_ty)
-    tl.store(residual + row + column, kept, mask=inside)
-    wide = kept.to(tl.float32)
+    wide = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        wide += tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+        # The norm sees the rounded sum: it is what the residual stream holds.
+        kept = wide.to(residual.dtype.element_ty)
+        tl.store(residual + row + column, kept, mask=inside)
+        wide = kept.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
     # Rounded before the multiply, as the release does (spec 3.1).
     scaled = (wide * scale).to(normed.dtype.element_ty).to(tl.float32)
@@ -35,7 +36,19 @@ def _residual_norm(x, residual, weight, normed, eps, H: tl.constexpr, BLOCK: tl.
 
 def residual_norm_triton(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor) -> None:
     """As :func:`residual_norm_eager` with ``residual`` updated in place and the norm in ``normed``. Rows of H contiguous values."""
+    _launch(x, residual, weight, eps, normed, add=True)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As :func:`.rms_norm.rms_norm_eager` for contiguous ``x [..., H]``."""
+    normed = torch.empty_like(x)
+    _launch(x, x, weight, eps, normed, add=False)
+    return normed
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, normed: torch.Tensor, *, add: bool) -> None:
     hidden = residual.shape[-1]
     _residual_norm[(residual.numel() // hidden,)](
-        x, residual, weight, normed, eps, H=hidden, BLOCK=next_power_of_2(hidden), num_warps=8 if hidden >= 2048 else 4, **overlap_options(x.device),
+        x, residual, weight, normed, eps, H=hidden, BLOCK=next_power_of_2(hidden), ADD=add, num_warps=8 if hidden >= 2048 else 4,
+        **overlap_options(x.device),
     )  # fmt: skip

@@ -7,7 +7,9 @@ has several parts, whose sums are put together afterwards, in order. The line de
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -68,9 +70,33 @@ def cut(blocks: Sequence[int], groups: int, programs: int, keys: int, longest: S
     return ranges, segments, splits
 
 
-@functools.lru_cache(maxsize=32)
-def plan_schedule(runs: tuple[AttentionRun, ...], group: int, groups: int, rows: int, keys: int, programs: int, device: torch.device) -> Schedule:
+_handed_out: ContextVar[list[Schedule] | None] = ContextVar("handed_out", default=None)
+
+
+@contextmanager
+def collect_schedules() -> Iterator[list[Schedule]]:
+    """All schedules that are handed out inside, for a CUDA graph that is recorded there: it reads their tensors and does not keep them alive."""
+    found: list[Schedule] = []
+    token = _handed_out.set(found)
+    try:
+        yield found
+    finally:
+        _handed_out.reset(token)
+
+
+def plan_schedule(
+    runs: tuple[AttentionRun, ...], group: int, groups: int, rows: int, keys: int, programs: int, device: torch.device
+) -> Schedule:
     """For tiles of ``rows`` rows (tokens · ``group``) and ``keys`` keys. Kept, because all layers and steps ask for the same."""
+    schedule = _make_schedule(runs, group, groups, rows, keys, programs, device)
+    found = _handed_out.get()
+    if found is not None:
+        found.append(schedule)
+    return schedule
+
+
+@functools.lru_cache(maxsize=32)
+def _make_schedule(runs: tuple[AttentionRun, ...], group: int, groups: int, rows: int, keys: int, programs: int, device: torch.device) -> Schedule:
     limits = row_limits(runs)
     wide = limits.repeat_interleave(group)
     padded = torch.nn.functional.pad(wide, (0, -len(wide) % rows))

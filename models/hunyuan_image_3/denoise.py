@@ -12,10 +12,12 @@ from typing import Literal, get_args
 import torch
 
 from ...parallel.collectives import PhaseView
-from .model import BlockRow, HunyuanImage3Model, ReferenceFeatures, StepInputs
+from .model import BlockRow, HunyuanImage3Model, ReferenceFeatures, StepInputs, StepTensors
 from .prefix import PrefixStore
 from .schedule import euler_step
+from .step_graph import StepGraphs, why_not_recorded
 from .token_row import TokenRow
+from .transformer import Slot
 
 Branch = Literal["cond", "uncond"]
 CfgMode = Literal["batched", "serial"]
@@ -46,12 +48,24 @@ class StepTrace:
 class Denoiser:
     """Velocity of rows on all ranks of a plan; equal bits everywhere."""
 
-    def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched"):
+    def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched", graphs: bool = True):
+        """``graphs`` False launches every step anew (for comparisons); on a CPU and between ranks that is so anyway."""
         if cfg_mode not in CFG_MODES:
             raise ValueError(f"unknown CFG mode {cfg_mode!r}; choose one of {', '.join(CFG_MODES)}")
         self._model = model
         self._prefixes = prefixes
         self.cfg_mode = cfg_mode
+        self._graphs = StepGraphs(model, prefixes) if graphs else None
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded and replayed."""
+        return self._graphs is not None and why_not_recorded(self._model) is None
+
+    def release(self) -> None:
+        """Gives back the memory of recorded steps; the next ones are recorded again."""
+        if self._graphs is not None:
+            self._graphs.release()
 
     def note(self, row: TokenRow) -> None:
         """The next comparison of ledgers shows a rank that has another row, before a collective of another size does."""
@@ -77,14 +91,28 @@ class Denoiser:
         if not split:
             return out
         gathered = self._gather_branches(out, view)
+        places = by_branch[0] + by_branch[1]
+        if places == sorted(places):
+            return gathered
+        # One row at a time: a list as an index would be copied to the device, and the host would wait for it.
         velocity = torch.empty_like(gathered)
-        velocity[by_branch[0] + by_branch[1]] = gathered
+        for row, place in zip(gathered, places, strict=True):
+            velocity[place] = row
         return velocity
 
     def _forward(self, blocks: list[BlockRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        replayed = self._graphs.replay(blocks, latents, step, self._launch) if self.records else None
+        if replayed is not None:
+            return replayed
         if self.cfg_mode == "batched":
             return self._model.denoise(blocks, latents, step)
         return torch.cat([self._model.denoise([block], latents, step) for block in blocks])
+
+    def _launch(self, slots: Sequence[tuple[Slot, int]], latents: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        """As ``_forward`` without the host's part, for a graph."""
+        if self.cfg_mode == "batched":
+            return self._model.denoise_slots(slots, latents, step)
+        return torch.cat([self._model.denoise_slots([slot], latents, step) for slot in slots])
 
     @staticmethod
     def _gather_branches(out: torch.Tensor, view: PhaseView) -> torch.Tensor:

@@ -104,6 +104,7 @@ class Engine:
     def connect(self, comm: Communicator) -> None:
         """Go on with the communicator of a new generation after a fault; weights stay, everything computed with peers is dropped."""
         self.model.comm = comm
+        self.denoiser.release()
         self.prefixes.clear()
 
     def encode_references(self, prepared: Sequence[PreparedReference], noises: Sequence[torch.Tensor]) -> list[EncodedReference]:

@@ -47,6 +47,30 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
+class StepTensors:
+    """:class:`StepInputs` on the device, fp32 ``[1]`` each, as the network takes them: kernels read them there, so a recorded step can be given others."""
+
+    timestep: torch.Tensor
+    timestep_r: torch.Tensor | None
+    guidance: torch.Tensor | None
+
+    @classmethod
+    def of(cls, step: StepInputs, device: torch.device) -> StepTensors:
+        def value(number: float | None) -> torch.Tensor | None:
+            return None if number is None else torch.full((1,), number, device=device)
+
+        return cls(value(step.timestep), value(step.timestep_r), value(None if step.guidance is None else 1000.0 * step.guidance))
+
+    def set(self, step: StepInputs) -> None:
+        """To values of which the same ones are None."""
+        self.timestep.fill_(step.timestep)
+        if self.timestep_r is not None:
+            self.timestep_r.fill_(step.timestep_r)
+        if self.guidance is not None:
+            self.guidance.fill_(1000.0 * step.guidance)
+
+
+@dataclass(frozen=True)
 class BlockRow:
     """One row of a denoise call: its prefix is in ``cache``; ``latent`` indexes the call's latents."""
 
@@ -170,21 +194,37 @@ class HunyuanImage3Model:
 
         ``latents [b, C, h, w]``; ``rows[i].latent`` says which one row i uses. The block's K/V overwrite the cache behind the prefix.
         """
+        return self.denoise_slots([(self.block_slot(row), row.latent) for row in rows], latents, StepTensors.of(step, self.device))
+
+    def block_slot(self, row: BlockRow) -> Slot:
+        """Where the block of a row stands; the same in every step of a picture."""
+        span = row.row.gen
+        start, stop = span.timestep_index, span.image[1]
+        cos, sin = self.tables(row.row, start, stop)
+        return Slot(row.cache, start, stop - start, plan_runs(start, stop, [span.image]), cos, sin)
+
+    @torch.inference_mode()
+    def denoise_slots(self, rows: Sequence[tuple[Slot, int]], latents: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        """As :meth:`denoise`, for slots and the latent of each; launches only, and nothing that waits for the device."""
         view, weights = self.comm.phase("denoise"), self.weights["denoise"]
         blocks = self._block_embeddings(latents, step)  # [b, T, H]
         length = blocks.shape[1]
+        for slot, _ in rows:
+            if slot.length != length:
+                raise ValueError(f"a latent with {length} block tokens does not belong to a row with {slot.length}")
         padded = padded_length(length, view.topology.sp_size)
         first, last = local_rows(view, padded)
-        hidden = blocks.new_zeros(len(rows), last - first, blocks.shape[2])
-        for number, row in enumerate(rows):
-            part = blocks[row.latent, first:last]
+        hidden = blocks.new_empty(len(rows), last - first, blocks.shape[2])
+        for number, (_, latent) in enumerate(rows):
+            part = blocks[latent, first:last]
             hidden[number, : part.shape[0]] = part
-        batch = ForwardBatch(tuple(self._block_slot(row, length) for row in rows), padded)
+            hidden[number, part.shape[0] :] = 0.0
+        batch = ForwardBatch(tuple(slot for slot, _ in rows), padded)
         hidden = forward_layers(hidden.flatten(0, 1), weights, batch, view, self.plan.attention)
         whole = self._gather_rows(hidden, len(rows), view)[:, :length]
         h, w = latents.shape[-2:]
         image = whole[:, length - h * w :]
-        modulation = self.around.time_embed_2(torch.full((len(rows),), step.timestep, device=self.device))
+        modulation = self.around.time_embed_2(step.timestep.expand(len(rows)))
         return self.around.final_layer(image, modulation, h, w).float()
 
     def _gather_rows(self, hidden: torch.Tensor, rows: int, view: PhaseView) -> torch.Tensor:
@@ -197,25 +237,16 @@ class HunyuanImage3Model:
                 0, 1
             )
 
-    def _block_slot(self, row: BlockRow, length: int) -> Slot:
-        span = row.row.gen
-        start, stop = span.timestep_index, span.image[1]
-        if stop - start != length:
-            raise ValueError(f"a latent with {length} block tokens does not belong to a row with {stop - start}")
-        cos, sin = self.tables(row.row, start, stop)
-        return Slot(row.cache, start, length, plan_runs(start, stop, [span.image]), cos, sin)
-
-    def _block_embeddings(self, latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    def _block_embeddings(self, latents: torch.Tensor, step: StepTensors) -> torch.Tensor:
         """``[b, T, H]``: the special tokens' embedders, then the picture in row-major order (spec 4.5)."""
         count = latents.shape[0]
-        t = torch.full((count,), step.timestep, device=self.device)
+        t = step.timestep.expand(count)
         parts = [self.around.timestep_emb(t)]
         if self.around.guidance_emb is not None:
             # The release feeds 1000·guidance rounded to bf16, 2.5 -> 2496 (spec 4.1).
-            scaled = torch.full((count,), 1000.0 * step.guidance, device=self.device).bfloat16().float()
-            parts.append(self.around.guidance_emb(scaled))
+            parts.append(self.around.guidance_emb(step.guidance.bfloat16().float().expand(count)))
         if self.around.timestep_r_emb is not None:
-            parts.append(self.around.timestep_r_emb(torch.full((count,), step.timestep_r, device=self.device)))
+            parts.append(self.around.timestep_r_emb(step.timestep_r.expand(count)))
         image = self.around.patch_embed(latents, self.around.time_embed(t))
         specials = torch.stack([part.to(self.dtype) for part in parts], dim=1)
         return torch.cat([specials, image.to(self.dtype)], dim=1)

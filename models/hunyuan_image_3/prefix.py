@@ -60,6 +60,10 @@ class PrefixStore:
             caches[id(self._text.cache)] = self._text.cache
         return sum(cache.nbytes for cache in caches.values())
 
+    def keeps(self, cache: KVCache) -> bool:
+        """Whether a prefix in ``cache`` is kept."""
+        return any(record.cache is cache for record in self._rows.values())
+
     def remember_text(self, tokens: Sequence[int], features: Sequence[ReferenceFeatures], cache: KVCache) -> None:
         """Offer the K/V of a generated row; ``tokens`` are exactly those whose K/V are present."""
         self._text = TextRecord(tuple(tokens), tuple(f.digest for f in features), cache)

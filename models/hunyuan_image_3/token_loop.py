@@ -6,10 +6,8 @@ of the ranks, so every rank must call it equally often.
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -18,6 +16,7 @@ import torch
 from ...kernels.kernel_set import KernelChoice
 from ...kernels.next_token import COUNT, DONE, NOT_A_NUMBER, STATE_SIZE, Draw, TokenChooser
 from ...kernels.triton_support import why_not
+from ..graph_recording import record_graph
 from ..reduction import Reduction
 from .decode_step import DecodeStep
 from .kv_cache import KVCache
@@ -207,10 +206,7 @@ class DeviceLoop:
         reached = torch.cuda.Event()
         reached.record()
         self._await(reached)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may talk to the device while this one records. This one must not free anything there, which collecting garbage may.
-        with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step.launch()
+        graph, _ = record_graph(self._step.launch)
         self._chooser.state[DONE] = done
         self._graph = graph
 
@@ -248,15 +244,3 @@ class _Snapshot:
         if self._event is not None:
             wait(self._event)
         return self._host[:STATE_SIZE], self._host[STATE_SIZE + 1 :], int(self._host[STATE_SIZE])
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Automatic garbage collection rests."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

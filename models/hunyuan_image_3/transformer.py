@@ -133,7 +133,7 @@ def forward_layers(
     """
     with view.forward(expected_collectives(len(weights.layers), view, attention), "trunk"):
         kernels = weights.kernels
-        normed = rms_norm_eager(hidden, weights.layers[0].input_layernorm, weights.eps)
+        normed = kernels.norm(hidden, weights.layers[0].input_layernorm, weights.eps)
         for index, layer in enumerate(weights.layers):
             attended = _attention(normed, layer, index, weights, batch, view, attention)
             reduced = view.row_reduce(project(attended, layer.o_proj))
@@ -162,18 +162,21 @@ def _attention(
     qkv = project(x, layer.qkv_proj).unflatten(0, (slots, -1)).unflatten(-1, (-1, g + 2, d))  # [n, T/sp, G, g+2, d]
     if view.topology.sp_size > 1 and attention == "ulysses":
         whole = view.seq_to_heads(qkv.permute(1, 2, 0, 3, 4), f"{layer.site}.attn.qkv")  # [T, G/sp, n, g+2, d]
-        out = whole.new_zeros(whole.shape[0], whole.shape[1], slots, g, d)
+        out = whole.new_empty(whole.shape[0], whole.shape[1], slots, g, d)
         for number, slot in enumerate(batch.slots):
+            out[slot.length :, :, number] = 0.0
             q = _rotate(whole[: slot.length, :, number], layer, slot, index, weights)
             out[: slot.length, :, number] = _attend(q, slot, index, slot.runs, weights.kernels).unflatten(1, (-1, g))
         return view.heads_to_seq(out, f"{layer.site}.attn.out").permute(2, 0, 1, 3, 4).flatten(0, 1).flatten(1)
     if view.topology.sp_size > 1:
         return _attention_kv_gather(qkv, layer, index, weights, batch, view)
-    out = []
+    if slots == 1:
+        return _attend(_rotate(qkv[0], layer, batch.slots[0], index, weights), batch.slots[0], index, batch.slots[0].runs, weights.kernels).flatten(1)
+    out = qkv.new_empty(slots, qkv.shape[1], qkv.shape[2] * g, d)
     for number, slot in enumerate(batch.slots):
-        q = _rotate(qkv[number, : slot.length], layer, slot, index, weights)
-        out.append(_attend(q, slot, index, slot.runs, weights.kernels).flatten(1))
-    return out[0] if len(out) == 1 else torch.cat(out)
+        q = _rotate(qkv[number], layer, slot, index, weights)
+        _attend(q, slot, index, slot.runs, weights.kernels, out[number])
+    return out.flatten(0, 1).flatten(1)
 
 
 def _attention_kv_gather(
@@ -183,22 +186,22 @@ def _attention_kv_gather(
     d = weights.head_dim
     first, last = local_rows(view, batch.padded)
     queries = []
-    pairs = qkv.new_zeros(last - first, len(batch.slots), 2, qkv.shape[2], d)  # [T/sp, n, 2, G, d]
+    pairs = qkv.new_empty(last - first, len(batch.slots), 2, qkv.shape[2], d)  # [T/sp, n, 2, G, d]
     for number, slot in enumerate(batch.slots):
         count = max(0, min(last, slot.length) - first)  # rows of this rank that are not padding
         cos, sin = slot.cos[first : first + count], slot.sin[first : first + count]
+        pairs[count:, number] = 0.0
         k, v = pairs[:count, number].unbind(1)
         queries.append(
             weights.kernels.rotate_into(qkv[number, :count], cos, sin, layer.query_layernorm, layer.key_layernorm, weights.eps, k, v)
         )
     gathered = view.kv_gather(pairs, f"{layer.site}.attn.kv", order=view.topology.sp_ranks)
-    out = []
+    out = qkv.new_empty(len(batch.slots), last - first, queries[0].shape[1], d)
     for number, (slot, q) in enumerate(zip(batch.slots, queries, strict=True)):
         slot.cache.write(index, slot.start, gathered[: slot.length, number, 0], gathered[: slot.length, number, 1])
-        rows = q.new_zeros(last - first, q.shape[1] * d)
-        rows[: q.shape[0]] = _attend(q, slot, index, clip_runs(slot.runs, first, last), weights.kernels).flatten(1)
-        out.append(rows)
-    return torch.cat(out)
+        out[number, q.shape[0] :] = 0.0
+        _attend(q, slot, index, clip_runs(slot.runs, first, last), weights.kernels, out[number, : q.shape[0]])
+    return out.flatten(0, 1).flatten(1)
 
 
 def _rotate(qkv: torch.Tensor, layer: LayerWeights, slot: Slot, index: int, weights: TrunkWeights) -> torch.Tensor:
@@ -207,8 +210,10 @@ def _rotate(qkv: torch.Tensor, layer: LayerWeights, slot: Slot, index: int, weig
     return weights.kernels.rotate_into(qkv, slot.cos, slot.sin, layer.query_layernorm, layer.key_layernorm, weights.eps, k, v)
 
 
-def _attend(q: torch.Tensor, slot: Slot, layer: int, runs: tuple[AttentionRun, ...], kernels: KernelSet) -> torch.Tensor:
-    return kernels.attend(q, slot.cache.k[layer], slot.cache.v[layer], runs)
+def _attend(
+    q: torch.Tensor, slot: Slot, layer: int, runs: tuple[AttentionRun, ...], kernels: KernelSet, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    return kernels.attend(q, slot.cache.k[layer], slot.cache.v[layer], runs, out)
 
 
 def _moe(x: torch.Tensor, layer: LayerWeights, kernels: KernelSet, probe: Mapping[str, list] | None) -> Partial:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phase_parallel.kernels import attention
-from phase_parallel.kernels.attention import attend_eager
+from phase_parallel.kernels.attention import attend_eager, attend_fused
 from phase_parallel.kernels.attention_runs import AttentionRun, clip_runs, plan_runs
 
 
@@ -126,3 +126,13 @@ def test_clipping_a_causal_run_moves_its_last_key() -> None:
 def test_rows_without_a_run_stay_zero() -> None:
     q, k, v = (torch.randn(6, 2, 8) for _ in range(3))
     assert torch.equal(attend_eager(q, k, v, plan_runs(0, 4, []))[4:], torch.zeros(2, 2, 8))
+
+
+@pytest.mark.parametrize("attend", [attend_eager, attend_fused])
+@pytest.mark.parametrize("runs", [plan_runs(10, 16, [(12, 16)]), plan_runs(10, 16, [(12, 16)])[1:]], ids=["all rows", "rows without a run"])
+def test_results_go_where_the_caller_wants(attend, runs: tuple[AttentionRun, ...]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(rows, heads, 8, generator=generator) for rows, heads in ((6, 4), (16, 2), (16, 2)))
+    whole = torch.full((2, 6, 4, 8), float("nan"))
+    assert attend(q, k, v, runs, whole[1]).data_ptr() == whole[1].data_ptr()
+    assert torch.equal(whole[1], attend(q, k, v, runs)) and whole[0].isnan().all()

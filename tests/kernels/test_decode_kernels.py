@@ -16,7 +16,8 @@ from phase_parallel.kernels.decode_moe import (
     router_and_shared_triton,
 )
 from phase_parallel.kernels.gemv import gemv_eager, gemv_triton
-from phase_parallel.kernels.residual_norm import residual_norm_eager, residual_norm_triton
+from phase_parallel.kernels.residual_norm import residual_norm_eager, residual_norm_triton, rms_norm_triton
+from phase_parallel.kernels.rms_norm import rms_norm_eager
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
@@ -64,6 +65,15 @@ def test_residual_norm(draw, rows: int, hidden: int, dtype: torch.dtype) -> None
     # The interpreter cuts to bfloat16 where hardware rounds.
     assert torch.equal(residual, total) if residual.is_cuda else error(residual, total) < limit(dtype)
     assert error(normed, want) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 100), (2, 4096)])
+def test_norm_alone_leaves_its_input(draw, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, weight = draw(rows, hidden, dtype=dtype), draw(hidden, dtype=dtype)
+    before = x.clone()
+    assert error(rms_norm_triton(x, weight, EPS), rms_norm_eager(x, weight, EPS)) < limit(dtype)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from phase_parallel.kernels import attention, prefill_attention
 from phase_parallel.kernels.attention import attend_eager, attend_fused, takes_rows
 from phase_parallel.kernels.attention_runs import AttentionRun, clip_runs, plan_runs
 from phase_parallel.kernels.prefill_attention import AttentionTile, attend_rows_triton, choose_tile
-from phase_parallel.kernels.row_schedule import WHOLE, cut, plan_schedule, row_limits
+from phase_parallel.kernels.row_schedule import WHOLE, collect_schedules, cut, plan_schedule, row_limits
 
 pytestmark = pytest.mark.usefixtures("bf16_products")
 
@@ -117,6 +117,14 @@ class TestWorkTable:
     def test_one_table_for_all_layers(self) -> None:
         arguments = ((AttentionRun(0, 5, 40, True),), 4, 2, 16, 64, 8, torch.device("cpu"))
         assert plan_schedule(*arguments) is plan_schedule(*arguments)
+
+    def test_who_records_a_graph_is_told_its_tables(self) -> None:
+        arguments = ((AttentionRun(0, 5, 40, True),), 4, 2, 16, 64, 8, torch.device("cpu"))
+        plan_schedule(*arguments)
+        with collect_schedules() as found:
+            kept = plan_schedule(*arguments)
+        plan_schedule(*arguments)
+        assert len(found) == 1 and found[0] is kept
 
     def test_tiles_follow_the_rows(self) -> None:
         assert [choose_tile(rows, 2).rows for rows in (4, 16, 120, 4400)] == [16, 16, 64, 128]

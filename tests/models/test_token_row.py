@@ -55,7 +55,8 @@ def test_cond_attention_decides_slices_and_grids(cond_attn, slices, vae_is_grid,
 
 def test_row_survives_json_and_digest_sees_every_field() -> None:
     row = span_row()
-    assert TokenRow.from_json(json.loads(json.dumps(row.to_json()))) == row
+    again = TokenRow.from_json(json.loads(json.dumps(row.to_json())))
+    assert again == row and again.digest() == row.digest()
     others = [
         replace(row, tokens=row.tokens[:-1] + (0,)),
         replace(row, cond=()),
