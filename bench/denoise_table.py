@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from ..parallel.collectives import Communicator
 from ..parallel.plan import AttentionKind, DenoiseKind, ParallelPlan, PlanName, make_plan
 from ..parallel.section import SectionKey, open_section
 from .ar import TASKS, Task
-from .denoise import StepRow, measure_step
+from .denoise import measure_step
 from .environment import describe_machine
 from .errors import BenchError
 from .one_rank import OneRankCommunicator
@@ -182,12 +183,15 @@ def _measure(
     model = shards.get(plan, load).model(built.config, plan, comm, load, device)
     one_piece = plan.micro_count == 1
     moe = f"{'one piece' if one_piece else f'{case.layout} {case.path}'}, {model.weights['denoise'].kernels.moe_words}"
-    rows: list[StepRow] = []
+    rows: list[dict[str, Any]] = []
     for task in tasks_of(options):
         for cfg in case.cfg:
-            rows += measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier)
+            for row in measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier):
+                rows.append(asdict(row))
+                if plan.rank == 0:  # a long run that is stopped has shown what it had
+                    print(row_words(rows[-1], options.alone), file=sys.stderr, flush=True)
             free_memory(device)
-    return [asdict(row) for row in rows]
+    return rows
 
 
 def tasks_of(options: DenoiseOptions) -> list[Task]:
@@ -203,20 +207,24 @@ def _result(options: DenoiseOptions, device: torch.device, rows: list[dict[str, 
     return {**describe_machine(device), "ranks": options.ranks, "alone": options.alone, "layers": options.layers, "rows": rows}
 
 
+def row_words(row: dict[str, Any], alone: bool) -> str:
+    ms, floor = row["ms_per_step"], row["floor_ms"]
+    left_out = ""
+    if alone:
+        left_out = f", left out {'not known' if row['left_out_ms'] is None else format(row['left_out_ms'], '.1f')}"
+    return (
+        f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8} {row['launch']:5}"
+        f"{ms['median']:9.2f} ms/step ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}, "
+        f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %{left_out}, {row['peak_gb']:.1f} GB, busiest expert {row['busiest_expert']:.2f} x, "
+        f"latent {row['digest'][:6]}"
+    )
+
+
 def print_result(result: dict[str, Any]) -> None:
     print_head(f"denoise with guidance, {rank_words(result)}, {result['layers']} layers", result)
     if result["alone"]:
         print("   collectives do nothing here; what they cost by NCCL's measured times on 4 x H200 stands behind as 'left out' and is in no other number")
     for row in result["rows"]:
-        ms, floor = row["ms_per_step"], row["floor_ms"]
-        left_out = ""
-        if result["alone"]:
-            left_out = f", left out {'not known' if row['left_out_ms'] is None else format(row['left_out_ms'], '.1f')}"
-        print(
-            f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8} {row['launch']:5}"
-            f"{ms['median']:9.2f} ms/step ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}, "
-            f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %{left_out}, {row['peak_gb']:.1f} GB, busiest expert {row['busiest_expert']:.2f} x, "
-            f"latent {row['digest'][:6]}"
-        )
+        print(row_words(row, result["alone"]))
     for row in result["rows"]:
         print_split(f"{row['task']} {row['scheme']} {row['moe']} {row['cfg']} {row['launch']}", row["groups_us"])

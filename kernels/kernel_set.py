@@ -13,6 +13,7 @@ from .attention_runs import AttentionRun
 from .decode_moe import DecodeMoeBuffers, one_token_triton
 from .flashinfer_experts import FlashInferExperts, why_not_flashinfer
 from .flashinfer_support import FlashInferError
+from .group_norm import NormSilu, norm_silu_eager, norm_silu_triton
 from .grouped_experts import grouped_experts
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
 from .residual_norm import residual_norm_eager, residual_norm_triton, rms_norm_triton
@@ -53,6 +54,8 @@ class KernelSet:
     rotate_into: Callable[..., torch.Tensor]
     attend: Attend
     gated_unit: Callable[[torch.Tensor, int], torch.Tensor]
+    norm_silu: NormSilu
+    """In front of the convolutions around the trunk."""
     route: Callable[[torch.Tensor, torch.Tensor, int, bool], Routing]
     """(x, router weight, experts per token, whether to keep the logits)."""
     experts: Callable[[torch.Tensor, tuple[ExpertBlock, ...], Routing, torch.Tensor, MoePath], torch.Tensor]
@@ -89,10 +92,12 @@ def _residual_norm_fused(x: torch.Tensor, residual: torch.Tensor, weight: torch.
 
 
 EAGER = KernelSet(
-    "eager", rms_norm_eager, residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, route_tokens_eager, _experts_eager, "eager"
+    "eager", rms_norm_eager, residual_norm_eager, rotate_into_eager, attend_eager, gated_unit_eager, norm_silu_eager, route_tokens_eager,
+    _experts_eager, "eager",
 )
 FUSED = KernelSet(
-    "fused", rms_norm_triton, _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, route_tokens_triton, _experts_fused, "triton"
+    "fused", rms_norm_triton, _residual_norm_fused, rotate_into_triton, attend_fused, gated_unit_triton, norm_silu_triton,
+    route_tokens_triton, _experts_fused, "triton",
 )
 
 

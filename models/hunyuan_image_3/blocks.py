@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...kernels.group_norm import GROUPS, NormSilu, norm_silu_eager
+
 SINUSOID_DIM = 256
 MAX_PERIOD = 10000.0
-NUM_GROUPS = 32
+NUM_GROUPS = GROUPS
 
 
 class GroupNorm(nn.GroupNorm):
@@ -78,8 +80,18 @@ class TimestepEmbedder(nn.Module):
         return self.mlp(timestep_embedding(t))
 
 
+def norm_silu_convolution(
+    layers: nn.Sequential, x: Tensor, norm_silu: NormSilu, modulation: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """A group norm, SiLU and a convolution, the first and the last of ``layers``; what is before the convolution is one operation."""
+    norm, convolution = layers[0], layers[-1]
+    return convolution(norm_silu(x, norm.weight, norm.bias, norm.eps, convolution.weight.dtype, modulation))
+
+
 class ResBlock(nn.Module):
     """Residual block whose second norm is scaled and shifted by an embedding."""
+
+    norm_silu: NormSilu = staticmethod(norm_silu_eager)
 
     def __init__(self, in_channels: int, out_channels: int, *, emb_channels: int) -> None:
         super().__init__()
@@ -101,13 +113,9 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, e: Tensor) -> Tensor:
         """x [B, in, h, w], e [B, emb] -> [B, out, h, w] in the dtype of the weights."""
-        u = self.in_layers(x)
-        # Scale first, then shift; in fp32, so that 1 + scale is not rounded to bf16.
-        scale, shift = self.emb_layers(e).float()[:, :, None, None].chunk(2, dim=1)
-        norm, *rest = self.out_layers
-        u = norm(u) * (1 + scale) + shift
-        for layer in rest:
-            u = layer(u)
+        scale, shift = self.emb_layers(e).float().chunk(2, dim=1)
+        u = norm_silu_convolution(self.in_layers, x, self.norm_silu)
+        u = norm_silu_convolution(self.out_layers, u, self.norm_silu, (scale, shift))
         return self.skip_connection(x).to(u.dtype) + u
 
 
@@ -152,4 +160,4 @@ class FinalLayer(nn.Module):
         """
         block, head = self.model
         x = hidden.transpose(1, 2).unflatten(2, (h, w))
-        return head(block(x, e))
+        return norm_silu_convolution(head, block(x, e), block.norm_silu)

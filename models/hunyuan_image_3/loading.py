@@ -148,7 +148,7 @@ def build_model(
         kernels.experts.tune((layer.experts, layer.topk, layer.moe_path) for phase in PHASES for layer in weights[phase].layers)
     if device.type == "cuda":
         order_convolutions(resident, kinds)
-    around = around_modules(config, resident, kinds)
+    around = around_modules(config, resident, kinds, kernels)
     return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype, resident=resident)
 
 

@@ -11,7 +11,7 @@ from ...kernels.kernel_set import EAGER, KernelSet
 from ...kernels.moe import ExpertBlock, MoeLayout, MoePath
 from ...parallel.plan import ParallelPlan, Phase
 from ...parallel.resident import Weight
-from .blocks import FinalLayer, PatchEmbed, TimestepEmbedder
+from .blocks import FinalLayer, PatchEmbed, ResBlock, TimestepEmbedder
 from .config import HunyuanImage3Config
 from .sharding import AROUND, VAE
 from .transformer import LayerWeights, TrunkWeights
@@ -39,13 +39,16 @@ class Around(nn.Module):
 
 
 def around_modules(
-    config: HunyuanImage3Config, resident: Mapping[str, torch.Tensor], kinds: Mapping[str, str]
+    config: HunyuanImage3Config, resident: Mapping[str, torch.Tensor], kinds: Mapping[str, str], kernels: KernelSet = EAGER
 ) -> Around:
     """Modules whose parameters *are* the resident tensors of kinds ``around`` and ``vae`` (no second copy)."""
     with torch.device("meta"):
         modules = Around(config)
     mine = {name: tensor for name, tensor in resident.items() if kinds[name] in (AROUND, VAE)}
     modules.load_state_dict(mine, assign=True, strict=True)
+    for module in modules.modules():
+        if isinstance(module, ResBlock):
+            module.norm_silu = kernels.norm_silu
     return modules.eval().requires_grad_(False)
 
 

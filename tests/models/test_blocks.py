@@ -127,9 +127,8 @@ def test_modulation_has_the_scale_first():
 def test_tokens_are_row_major():
     """A change far right in the first row moves only tokens near it, so h and w are not exchanged."""
     module = randomise(PatchEmbed(4, **SMALL))
-    for layer in module.modules():
-        if isinstance(layer, GroupNorm):  # without norms a block reaches three pixels and no further
-            layer.forward = lambda x: x
+    # Without norms a block reaches three pixels and no further.
+    module.model[1].norm_silu = lambda x, weight, bias, eps, dtype, modulation=None: F.silu(x)
     x, e = torch.zeros(1, 4, 3, 40), torch.zeros(1, 64)
     moved = x.clone()
     moved[0, :, 0, 39] = 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from specs import ALL_PLANS, EIGHT_WAYS
 
+from phase_parallel.kernels.kernel_set import EAGER, FUSED
 from phase_parallel.kernels.moe import MOE_LAYOUTS, MoeLayout
 from phase_parallel.models.hunyuan_image_3.config import HunyuanImage3Config
 from phase_parallel.models.hunyuan_image_3.loading import kind_dtypes
@@ -157,3 +158,11 @@ def test_distilled_checkpoints_have_two_embedders_more(tmp_path: Path) -> None:
     resident, kinds = resident_of(config, make_plan("single", world_size=1), "micro_major")
     modules = around_modules(config, resident, kinds)
     assert modules.guidance_emb is not None and modules.timestep_r_emb is not None
+
+
+def test_norms_before_the_convolutions_are_those_of_the_kernels(config: HunyuanImage3Config) -> None:
+    resident, kinds = resident_of(config, make_plan("single", world_size=1), "micro_major")
+    modules = around_modules(config, resident, kinds, FUSED)
+    blocks = [modules.patch_embed.model[1], modules.final_layer.model[0]]
+    assert [block.norm_silu for block in blocks] == [FUSED.norm_silu] * 2
+    assert around_modules(config, resident, kinds).patch_embed.model[1].norm_silu is EAGER.norm_silu
