@@ -90,7 +90,7 @@ class GuidedStep:
         self.noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.device)
         prefixes = PrefixStore(model)
         self.denoisers = {"eager": Denoiser(model, prefixes, cfg_mode=cfg, graphs=False)}
-        recording = Denoiser(model, prefixes, cfg_mode=cfg)
+        recording = Denoiser(model, prefixes, cfg_mode=cfg, alone=isinstance(model.comm, OneRankCommunicator))
         if recording.records:
             self.denoisers["graph"] = recording
         sigmas = flow_sigmas(STEPS, FLOW_SHIFT)

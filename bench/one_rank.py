@@ -13,7 +13,7 @@ import torch
 
 from ..parallel.collectives import Communicator
 from ..parallel.groups import ProcessGroups
-from ..parallel.plan import ParallelPlan, Phase, Topology
+from ..parallel.plan import ParallelPlan, Phase
 
 CollectiveKind = Literal["all_reduce", "all_gather", "all_to_all"]
 
@@ -36,10 +36,6 @@ class OneRankCommunicator(Communicator):
     def _count(self, kind: CollectiveKind, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1:
             self.left_out[Transfer(kind, len(ranks), tensor.nbytes)] += 1
-
-    def may_record(self, topology: Topology) -> bool:
-        """Nothing here is a collective."""
-        return True
 
     def control_gather(self, values: Sequence[int]) -> list[list[int]]:
         return [list(values) for _ in range(self.plan.world_size)]

@@ -90,11 +90,6 @@ class Communicator:
         """The immutable view of one phase. Views are made once; taking one creates no group and allocates nothing."""
         return self._views[phase]
 
-    def may_record(self, topology: Topology) -> bool:
-        """Whether a CUDA graph may hold the forward passes of ``topology``: they must exchange nothing, because groups cannot end before a graph that
-        holds their collectives. What ranks of the guidance branches exchange comes behind a pass."""
-        return topology.tp_size == 1 and topology.sp_size == 1
-
     def control_gather(self, values: Sequence[int]) -> list[list[int]]:
         """Host-side all-gather of a few int64 over all ranks, by rank; the basis of keys, stop words and digests."""
         if self.plan.world_size == 1:

@@ -48,19 +48,21 @@ class StepTrace:
 class Denoiser:
     """Velocity of rows on all ranks of a plan; equal bits everywhere."""
 
-    def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched", graphs: bool = True):
-        """``graphs`` False launches every step anew (for comparisons); on a CPU and between ranks that is so anyway."""
+    def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched", graphs: bool = True, alone: bool = False):
+        """``graphs`` False launches every step anew (for comparisons); on a CPU and between ranks that is so anyway, unless this rank is measured
+        ``alone``, with collectives that do nothing."""
         if cfg_mode not in CFG_MODES:
             raise ValueError(f"unknown CFG mode {cfg_mode!r}; choose one of {', '.join(CFG_MODES)}")
         self._model = model
         self._prefixes = prefixes
         self.cfg_mode = cfg_mode
+        self._alone = alone
         self._graphs = StepGraphs(model, prefixes) if graphs else None
 
     @property
     def records(self) -> bool:
         """Whether steps are recorded and replayed."""
-        return self._graphs is not None and why_not_recorded(self._model) is None
+        return self._graphs is not None and why_not_recorded(self._model, alone=self._alone) is None
 
     def release(self) -> None:
         """Gives back the memory of recorded steps; the next ones are recorded again."""

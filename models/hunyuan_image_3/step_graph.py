@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.row_schedule import Schedule, collect_schedules
+from ...parallel.plan import ParallelPlan
 from ..graph_recording import record_graph
 from .model import BlockRow, HunyuanImage3Model, StepInputs, StepTensors
 from .prefix import MAX_ROWS, PrefixStore
@@ -21,15 +22,21 @@ from .transformer import Slot
 Launch = Callable[[Sequence[tuple[Slot, int]], torch.Tensor, StepTensors], torch.Tensor]
 
 
-def why_not_recorded(model: HunyuanImage3Model) -> str | None:
-    """None when steps of ``model`` are recorded, else the reason."""
+def why_not_recorded(model: HunyuanImage3Model, *, alone: bool = False) -> str | None:
+    """None when steps of ``model`` are recorded, else the reason. ``alone``: collectives do nothing, for measuring one rank."""
     if model.device.type != "cuda":
         return "no CUDA device"
     if model.weights["denoise"].kernels.name != "fused":
         return "eager kernels wait for the device"
-    if not model.comm.may_record(model.plan.topology("denoise")):
+    # Groups cannot end before a graph that holds their collectives. What the ranks of the guidance branches exchange comes behind a recorded step.
+    if not alone and exchanges_inside(model.plan):
         return "the ranks of a step exchange data inside it"
     return None
+
+
+def exchanges_inside(plan: ParallelPlan) -> bool:
+    topology = plan.topology("denoise")
+    return topology.tp_size > 1 or topology.sp_size > 1
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.model import StepInputs
 from phase_parallel.models.hunyuan_image_3.schedule import flow_sigmas
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
-from phase_parallel.models.hunyuan_image_3.step_graph import why_not_recorded
-from phase_parallel.parallel.collectives import Communicator
-from phase_parallel.parallel.groups import ProcessGroups
+from phase_parallel.models.hunyuan_image_3.step_graph import exchanges_inside, why_not_recorded
 from phase_parallel.parallel.plan import ParallelPlan, make_plan
 
 
@@ -45,7 +43,7 @@ def records(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(step_graph, "record_graph", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, len(found) + 1))
-    monkeypatch.setattr(denoise, "why_not_recorded", lambda model: None)
+    monkeypatch.setattr(denoise, "why_not_recorded", lambda model, alone: None)
     return found
 
 
@@ -165,4 +163,4 @@ def test_on_a_cpu_nothing_is_recorded(eight_ways: Path) -> None:
     ids=lambda value: value.describe() if isinstance(value, ParallelPlan) else "",
 )
 def test_only_steps_that_exchange_nothing_are_recorded(plan: ParallelPlan, recorded: bool) -> None:
-    assert Communicator(plan, ProcessGroups(plan, {}, None, "gloo")).may_record(plan.topology("denoise")) is recorded
+    assert exchanges_inside(plan) is not recorded
