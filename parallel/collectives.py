@@ -8,7 +8,7 @@ active phase does not own, a wrong gather order, or another number of calls than
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -181,6 +181,23 @@ class Communicator:
         self.groups.abort()
 
 
+@contextmanager
+def exactly(ledger: Ledger, expected: Mapping[Role, int], what: str) -> Iterator[None]:
+    """Body must make exactly ``expected`` collectives of each role.
+
+    Raises:
+        CollectiveError: it made another number; names the roles.
+    """
+    before = ledger.counts.copy()
+    yield
+    made = ledger.counts.copy()
+    made.subtract(before)
+    wrong = [f"{role} {made[role]} instead of {expected.get(role, 0)}" for role in made if made[role] != expected.get(role, 0)]
+    wrong += [f"{role} 0 instead of {n}" for role, n in expected.items() if n and role not in made]
+    if wrong:
+        raise CollectiveError(f"{what} made a wrong number of collectives: {', '.join(sorted(wrong))}")
+
+
 class PhaseView:
     """What a forward pass may communicate in one phase: its topology and the collectives of the roles that the phase owns."""
 
@@ -197,17 +214,9 @@ class PhaseView:
         relative = [sorted(order).index(rank) for rank in order]
         self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), relative)
 
-    @contextmanager
-    def forward(self, expected: Mapping[Role, int], name: str) -> Iterator[None]:
+    def forward(self, expected: Mapping[Role, int], name: str) -> AbstractContextManager[None]:
         """Body must make exactly ``expected`` collectives of each role; another number raises, naming the roles."""
-        before = self.comm.ledger.counts.copy()
-        yield
-        made = self.comm.ledger.counts.copy()
-        made.subtract(before)
-        wrong = [f"{role} {made[role]} instead of {expected.get(role, 0)}" for role in made if made[role] != expected.get(role, 0)]
-        wrong += [f"{role} 0 instead of {n}" for role, n in expected.items() if n and role not in made]
-        if wrong:
-            raise CollectiveError(f"{name} in phase {self.phase} made a wrong number of collectives: {', '.join(sorted(wrong))}")
+        return exactly(self.comm.ledger, expected, f"{name} in phase {self.phase}")
 
     def row_reduce(self, partial: Partial) -> torch.Tensor:
         """Sum of a partial product over the tensor-parallel group; identical bits on all its ranks."""

@@ -64,19 +64,15 @@ class ProcessGroups:
         # PyTorch's own watchdog would end this process at its limit, or hold up whoever ends a group there; the faults of this pack end groups only.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         patience = _NCCL_LIMIT if backend == "nccl" else limit
-        everyone = tuple(range(plan.world_size))
         by_ranks = {}
         for ranks in plan.groups():
             # new_group is collective over the world, members or not, hence the same loop on every rank.
             group = dist.new_group(list(ranks), backend=backend, timeout=patience)
             if plan.rank in ranks:
                 by_ranks[ranks] = group
-        control = dist.group.WORLD
-        if backend == "gloo" and everyone not in by_ranks:
-            by_ranks[everyone] = control
         if backend == "nccl":
             _meet(by_ranks.values(), device)
-        return cls(plan, by_ranks, control, backend)
+        return cls(plan, by_ranks, dist.group.WORLD, backend)
 
     @property
     def control(self) -> dist.ProcessGroup | None:

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 Role = Literal[
-    "row_reduce", "vocab_gather", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"
+    "row_reduce",
+    "vocab_gather",
+    "seq_to_heads",
+    "heads_to_seq",
+    "kv_gather",
+    "seq_gather",
+    "cfg_gather",
+    "broadcast",
+    "halo_gather",
+    "norm_gather",
+    "picture_gather",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 

@@ -24,8 +24,6 @@ REPLICA_PLANS: frozenset[PlanName] = frozenset({"hybrid", "replicated"})
 PLAN_NAMES: tuple[PlanName, ...] = get_args(PlanName)
 DENOISE_KINDS: tuple[DenoiseKind, ...] = get_args(DenoiseKind)
 ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-
-
 KV_HEADS = "num_key_value_heads"
 
 
@@ -125,6 +123,11 @@ class ParallelPlan:
         return tuple(range(first, first + self.storage_tp))
 
     @property
+    def picture_ranks(self) -> tuple[int, ...]:
+        """Ranks that share one picture in the VAE, from its top to its bottom: all of them, in every plan."""
+        return tuple(range(self.world_size))
+
+    @property
     def cfg_size(self) -> int:
         return 2 if self.denoise in ("cfg", "cfg_sp") else 1
 
@@ -134,8 +137,7 @@ class ParallelPlan:
 
     def topology(self, phase: Phase) -> Topology:
         """Groups of this rank in ``phase``. Prefill and decode: all ranks in one TP group, each with its own micro shard (``replicated``: each
-        replica in its own, with whole shards).
-        """
+        replica in its own, with whole shards)."""
         if phase not in PHASES:
             raise PlanError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
         alone = (self.rank,)
@@ -173,14 +175,14 @@ class ParallelPlan:
         return tuple(range(self.head_parts))
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every distinct set of two or more ranks that some phase uses, sorted; the same on all ranks.
+        """Every distinct set of two or more ranks that some phase or the VAE uses, sorted; the same on all ranks.
 
         Order inside a gather comes from the topology, not from the group, so groups are kept in physical order.
         """
         sets: set[tuple[int, ...]] = set()
         for rank in range(self.world_size):
             plan = self.on_rank(rank)
-            candidates = [plan.replica_ranks]
+            candidates = [plan.replica_ranks, plan.picture_ranks]
             for phase in PHASES:
                 topology = plan.topology(phase)
                 candidates += [topology.tp_ranks, topology.sp_ranks, topology.cfg_ranks]

@@ -13,6 +13,7 @@ from ...kernels.kernel_set import choose_kernels
 from ...parallel.checkpoint import first_not_finite
 from ...parallel.collectives import Communicator
 from ...parallel.faults import SharedSymptom
+from ...parallel.picture_view import PictureView
 from ...parallel.plan import ParallelPlan
 from .config import HunyuanImage3Config
 from .denoise import CfgMode, Denoiser, DenoiseRow, StepTrace, sample
@@ -168,13 +169,13 @@ class Engine:
     @torch.inference_mode()
     def vae_decode(self, latents: torch.Tensor, *, check: Check = lambda done, total: None) -> torch.Tensor:
         """Unscaled latents ``[b, C, h, w]`` -> pixels ``[b, 3, H, W]`` fp32, nominally [-1, 1], not clamped. ``check`` runs before each block."""
-        pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32), check)
+        pixels = self.model.around.vae.decode(latents.to(self.model.device, torch.float32), check, PictureView(self.model.comm))
         return self._finite(pixels, "the decoded picture")
 
     @torch.inference_mode()
     def vae_encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pixels ``[b, 3, H, W]`` in [-1, 1] -> posterior ``mean, logvar [b, C, h, w]``, unscaled."""
-        return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32))
+        return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32), PictureView(self.model.comm))
 
     def _finite(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         if not bool(torch.isfinite(tensor).all()):

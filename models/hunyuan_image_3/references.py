@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from ...parallel.picture_view import PictureView
 from .config import HunyuanImage3Config
 from .model import HunyuanImage3Model, ReferenceFeatures
 from .reference_images import encoder_input, posterior_sample, vae_pixels, vit_patches
@@ -65,7 +66,7 @@ class EncodedReference:
 def encode_reference(model: HunyuanImage3Model, prepared: PreparedReference, noise: torch.Tensor) -> EncodedReference:
     """VAE posterior sample with ``noise [1, C, h, w]`` fp32, and vision tower plus aligner over all slots, padding included."""
     around, device = model.around, model.device
-    mean, logvar = around.vae.encode(encoder_input(prepared.pixels).unsqueeze(0).to(device))
+    mean, logvar = around.vae.encode(encoder_input(prepared.pixels).unsqueeze(0).to(device), PictureView(model.comm))
     vae = model.config.vae
     latent = posterior_sample(mean, logvar, noise.to(device), vae.scaling_factor, shift_factor=vae.shift_factor)
     patches = prepared.patches.unsqueeze(0).to(device, model.dtype)
