@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_vae import seeded, small_vae
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,13 +36,8 @@ RELEASE = VaeConfig(
     scaling_factor=0.562679178327931,
     shift_factor=None,
 )
-SMALL = VaeConfig((32, 64, 64, 64, 64), 3, 3, 8, 1, 16, 4, 0.5, None)
 DECODE_CASES = ["base_t2i_square_even", "instruct_t2i_given_cot", "distil_t2i_8_steps"]
 PICTURE_CASES = ["instruct_ti2i_one_image", "instruct_ti2i_two_images_auto"]
-
-
-def seeded(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(conv: nn.Conv3d, x: Tensor) -> Tensor:
@@ -50,10 +46,7 @@ def plain(conv: nn.Conv3d, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def small() -> Vae:
-    vae = Vae(SMALL)
-    for number, parameter in enumerate(vae.parameters()):
-        parameter.data = seeded(*parameter.shape, seed=number) * 0.06 + (parameter.dim() == 1) * 0.5
-    return vae
+    return small_vae()
 
 
 def golden_vae(checkpoint) -> Vae:

@@ -12,6 +12,7 @@ from thread_world import run_ranks
 from phase_parallel.parallel.collectives import PHASE_ROLES, Communicator, Partial, PhaseView
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.ledger import ROLES
+from phase_parallel.parallel.picture_view import PICTURE_ROLES
 from phase_parallel.parallel.plan import PHASES, ParallelPlan, make_plan
 from phase_parallel.parallel.waiting import CollectiveError
 
@@ -117,8 +118,9 @@ class TestRoles:
         assert comm.ledger.counts == {}
 
     def test_every_role_has_an_owner(self) -> None:
-        assert set(ROLES) == frozenset().union(*PHASE_ROLES.values())
-        assert set(every_call(alone().phase("denoise"))) == set(ROLES) - {"broadcast"}
+        phases = frozenset().union(*PHASE_ROLES.values())
+        assert set(ROLES) == phases | PICTURE_ROLES
+        assert set(every_call(alone().phase("denoise"))) == phases - {"broadcast"}
 
     def test_prefill_and_decode_gather_the_kv_of_no_sequence(self) -> None:
         with refused("role kv_gather does not belong to phase prefill; it belongs to denoise"):

@@ -156,6 +156,7 @@ def test_groups_of_four_ranks() -> None:
     assert make_plan("hybrid", world_size=4, denoise="cfg").groups() == pairs
     assert make_plan("tp", world_size=4).groups() == ((0, 1, 2, 3),)
     assert make_plan("single", world_size=1).groups() == ()
+    assert make_plan("replicated", world_size=4).groups() == pairs, "all ranks share a picture in the VAE, though they share no text"
 
 
 def test_defaults() -> None:
