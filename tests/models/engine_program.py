@@ -33,11 +33,11 @@ engines: dict[str, Engine] = {}
 calls = 0
 
 
-def section_of(plan: dict[str, Any], phase: str) -> Any:
+def section_of(plan: dict[str, Any], phase: str, **more: Any) -> Any:
     global calls
     calls += 1
     own = make_plan(**plan, world_size=WORLD_SIZE, rank=RANK)
-    return open_section(cluster, SectionKey("prompt", "7", calls, ""), own, phase=phase)
+    return open_section(cluster, SectionKey("prompt", "7", calls, ""), own, phase=phase, **more)
 
 
 def engine_in(section: Section, folder: str, plan: dict[str, Any]) -> Engine:
@@ -77,6 +77,24 @@ def picture(*, folder: str, plan: dict[str, Any], odd_token: int | None = None, 
     return {"digest": digest, "size": [height, width], "latent": latent.flatten()[:8].tolist()}
 
 
+def autoencoder(*, folder: str, plan: dict[str, Any], height: int, cancel_at: int | None = None) -> dict[str, Any]:
+    """A latent to a picture and back. ``cancel_at``: the block before which rank 0 has been told to stop."""
+    blocks = 0
+
+    def count() -> bool:
+        nonlocal blocks
+        blocks += 1
+        return blocks - 1 == cancel_at
+
+    with section_of(plan, "VAE decode", cancelled=count) as section:
+        engine = engine_in(section, folder, plan)
+        latent = torch.randn(1, engine.config.vae.latent_channels, height, 2, generator=torch.Generator().manual_seed(1))
+        pixels = engine.vae_decode(latent, check=section.check)
+        mean, _ = engine.vae_encode(pixels.clamp(-1, 1))
+        section.exit(digest_of({}, {"pixels": pixels, "mean": mean}))
+    return {"pixels": pixels.flatten().tolist(), "mean": mean.flatten().tolist()}
+
+
 def addresses(engine: Engine) -> list[int]:
     tensors = list(engine.model.around.parameters())
     for weights in engine.model.weights.values():
@@ -107,4 +125,4 @@ def phases(*, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve({"picture": picture, "phases": phases})
+    serve({"picture": picture, "phases": phases, "autoencoder": autoencoder})

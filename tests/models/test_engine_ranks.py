@@ -22,6 +22,7 @@ PLANS = {
     "kv_gather": dict(name="hybrid", attention="kv_gather"),
     "cfg": dict(name="hybrid", denoise="cfg"),
     "tp": dict(name="tp"),
+    "replicated": dict(name="replicated"),
 }
 
 
@@ -83,3 +84,28 @@ def test_one_token_off_on_one_rank_stops_every_rank(ranks: RankPool, eight_ways:
     assert len({reply.error for reply in replies}) == 1
     assert f"most ranks made `{phase} takes row " in replies[0].error and f"but rank 3 made `{phase} takes row " in replies[0].error
     succeed(ranks.run("picture", folder=str(eight_ways), plan=PLANS["ulysses"], timeout_s=120.0))
+
+
+@pytest.mark.parametrize("height", [1, 7])
+@pytest.mark.parametrize("plan", ["ulysses", "replicated"])
+def test_all_ranks_share_the_autoencoder(ranks: RankPool, eight_ways: Path, plan: str, height: int) -> None:
+    results = succeed(ranks.run("autoencoder", folder=str(eight_ways), plan=PLANS[plan], height=height, timeout_s=120.0))
+    assert all(result == results[0] for result in results)
+
+    def body(plan: object, comm: object) -> tuple[torch.Tensor, torch.Tensor]:
+        engine = engine_of(eight_ways, plan, comm)
+        latent = torch.randn(1, engine.config.vae.latent_channels, height, 2, generator=torch.Generator().manual_seed(1))
+        pixels = engine.vae_decode(latent)
+        return pixels.flatten(), engine.vae_encode(pixels.clamp(-1, 1))[0].flatten()
+
+    pixels, mean = run_ranks(body, "single", world_size=1)[0]
+    for name, alone in (("pixels", pixels), ("mean", mean)):
+        assert (torch.tensor(results[0][name]) - alone).abs().max() <= 1e-5 * alone.abs().max(), name
+
+
+def test_a_cancel_stops_the_autoencoder_on_every_rank_and_the_next_picture_comes(ranks: RankPool, eight_ways: Path) -> None:
+    call = dict(folder=str(eight_ways), plan=PLANS["ulysses"], height=5, timeout_s=120.0)
+    replies = ranks.run("autoencoder", cancel_at=4, **call)
+    assert {reply.error_type for reply in replies} == {"SectionCancelled"}
+    assert len({reply.error for reply in replies}) == 1 and "cancelled after 4 of " in replies[0].error
+    succeed(ranks.run("autoencoder", **call))
