@@ -6,15 +6,22 @@ Latents in ComfyUI's LATENT are unscaled, exactly what the autoencoder gives and
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
+from ..models.hunyuan_image_3.vae_memory import SMALLEST_TILE
 from . import host_compat
 from .engine_handle import EngineHandle
 
-MIN_TILE = 8
-"""Latent pixels; below this the borders dominate a tile."""
+OVERLAP = 8
+"""Latent pixels in which the tiles of a picture that does not fit are blended; as stock nodes do."""
+
+_log = logging.getLogger(__name__)
+
+OfPictures = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HunyuanVae:
@@ -63,16 +70,8 @@ class HunyuanVae:
         """As `decode`, in overlapping tiles of latent pixels; needs less memory and differs slightly at tile
         borders.
         """
-        tile = (max(tile_x, MIN_TILE), max(tile_y, MIN_TILE))
-        pixels = host_compat.tiled(
-            self._checked(samples),
-            self._decode_one_by_one,
-            tile=tile,
-            overlap=min(overlap, min(tile) // 2),
-            scale=self.upscale_ratio,
-            out_channels=3,
-        )
-        return _to_image(pixels)
+        tile = (max(tile_x, SMALLEST_TILE), max(tile_y, SMALLEST_TILE))
+        return _to_image(self._decode_in_tiles(self._checked(samples), self._decode_one_by_one, tile, overlap))
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pictures [n, H, W, 3 or more] in [0, 1] -> posterior means [n, C, h, w], unscaled. Cropped to
@@ -90,16 +89,9 @@ class HunyuanVae:
         overlap_t: Any = None,
     ) -> torch.Tensor:
         """As `encode`, in overlapping tiles of picture pixels."""
-        smallest = MIN_TILE * self.downscale_ratio
+        smallest = SMALLEST_TILE * self.downscale_ratio
         tile = (self._aligned(max(tile_x, smallest)), self._aligned(max(tile_y, smallest)))
-        return host_compat.tiled(
-            self._pixels(pixels),
-            self.encode_pixels,
-            tile=tile,
-            overlap=self._aligned(min(overlap, min(tile) // 2)),
-            scale=1 / self.downscale_ratio,
-            out_channels=self.latent_channels,
-        )
+        return self._encode_in_tiles(self._pixels(pixels), self.encode_pixels, tile, overlap)
 
     def _aligned(self, pixels: int) -> int:
         return pixels // self.downscale_ratio * self.downscale_ratio
@@ -130,22 +122,50 @@ class HunyuanVae:
 
     def _decode_one_by_one(self, samples: torch.Tensor) -> torch.Tensor:
         """[n, C, h, w] -> [n, 3, H, W] in [-1, 1], not clamped. One call per picture bounds the memory of the
-        last decoder level.
+        last decoder level; a picture that does not fit on the ranks is decoded in tiles.
         """
-        return torch.cat(
-            [self._call("vae_decode", "latents", sample, "pixels") for sample in samples.split(1)]
-        )
+        return _batch([self._call("vae_decode", "latents", sample, "pixels", self._decode_in_tiles) for sample in samples.split(1)])
 
     def encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         """[n, 3, H, W] in [-1, 1], sides multiples of 16 -> posterior means [n, C, h, w], unscaled."""
-        return torch.cat(
-            [self._call("vae_encode", "pixels", picture, "latents") for picture in pixels.split(1)]
+        return _batch([self._call("vae_encode", "pixels", picture, "latents", self._encode_in_tiles) for picture in pixels.split(1)])
+
+    def _decode_in_tiles(self, samples: torch.Tensor, decode: OfPictures, tile: tuple[int, int], overlap: int) -> torch.Tensor:
+        """`tile` is (width, height) in latent pixels, as is `overlap`."""
+        overlap = min(overlap, min(tile) // 2)
+        return host_compat.tiled(samples, decode, tile=tile, overlap=overlap, scale=self.upscale_ratio, out_channels=3)
+
+    def _encode_in_tiles(self, pixels: torch.Tensor, encode: OfPictures, tile: tuple[int, int], overlap: int) -> torch.Tensor:
+        """`tile` is (width, height) in pixels, as is `overlap`."""
+        return host_compat.tiled(
+            pixels,
+            encode,
+            tile=tile,
+            overlap=self._aligned(min(overlap, min(tile) // 2)),
+            scale=1 / self.downscale_ratio,
+            out_channels=self.latent_channels,
         )
 
-    def _call(self, op: str, name: str, value: torch.Tensor, result: str) -> torch.Tensor:
+    def _call(self, op: str, name: str, value: torch.Tensor, result: str, in_tiles: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The operation on one picture: as a whole, or with `in_tiles` if the ranks say that it does not fit, which the user is told."""
         node_id = host_compat.running_node_id()
-        _, tensors = self.engine.call(op, {}, {name: value.float().contiguous()}, node_id=node_id)
-        return tensors[result].float()
+
+        def run(value: torch.Tensor, args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+            return self.engine.call(op, args, {name: value.float().contiguous()}, node_id=node_id)
+
+        values, tensors = run(value, {})
+        if "tile" not in values:
+            return tensors[result].float()
+        _log.warning("%s", values["measured"]["tiles"])
+        host_compat.show_text(values["measured"]["tiles"], node_id)
+        unit = 1 if op == "vae_decode" else self.downscale_ratio
+        height, width = (side * unit for side in values["tile"])
+        return in_tiles(value, lambda part: run(part, {"tile": True})[1][result].float(), (width, height), OVERLAP * unit)
+
+
+def _batch(pictures: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor; tiles are joined on another device than whole pictures come from."""
+    return torch.cat([picture.to(pictures[0].device) for picture in pictures])
 
 
 def _to_image(pixels: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .sequence import CondImage, ImageRows, resolution_table
 from .text_generation import TextGenerator, TextRequest, TextResult
 from .text_rules import NotANumberError
 from .tokenizer import HunyuanTokenizer
+from .vae_memory import VaeRoom, free_bytes
 
 Check = Callable[[int, int], None]
 Report = Callable[[dict[str, Any]], None]
@@ -176,6 +177,13 @@ class Engine:
     def vae_encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pixels ``[b, 3, H, W]`` in [-1, 1] -> posterior ``mean, logvar [b, C, h, w]``, unscaled."""
         return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32), PictureView(self.model.comm))
+
+    def vae_room(self, height: int, width: int) -> VaeRoom:
+        """Collective. Whether the VAE can take ``height`` x ``width`` latent pixels at once, by the memory of the fullest rank."""
+        comm, vae = self.model.comm, self.config.vae
+        mine = free_bytes(self.model.device)
+        free = [row[0] for row in comm.control_gather([-1 if mine is None else mine])]
+        return VaeRoom.of(vae, height=height, width=width, ranks=comm.plan.world_size, free=None if -1 in free else min(free))
 
     def _finite(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         if not bool(torch.isfinite(tensor).all()):

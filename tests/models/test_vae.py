@@ -23,7 +23,8 @@ from phase_parallel.models.hunyuan_image_3.vae_blocks import (
     group_mean,
     space_to_channel,
 )
-from phase_parallel.models.hunyuan_image_3.vae_rows import PictureRows
+from phase_parallel.models.hunyuan_image_3.vae_memory import peak_bytes
+from phase_parallel.models.hunyuan_image_3.vae_rows import BAND_BYTES, PictureRows
 
 RELEASE = VaeConfig(
     block_out_channels=(128, 256, 512, 1024, 1024),
@@ -222,3 +223,15 @@ def test_two_finest_activations_are_alive_at_the_peak(release, direction):
         else:
             release.decode(torch.empty(1, 32, 64, 64, device="meta"))
     assert 2 * finest < memory.peak < 2.4 * finest
+
+
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (8, 64), (64, 64), (128, 128)])
+def test_the_estimate_of_the_peak_is_no_less_and_not_much_more(release, direction, height, width):
+    with LiveBytes() as memory:
+        if direction == "encode":
+            release.encode(torch.empty(1, 3, 16 * height, 16 * width, device="meta"))
+        else:
+            release.decode(torch.empty(1, 32, height, width, device="meta"))
+    estimate = peak_bytes(RELEASE, height=height, width=width, ranks=1)
+    assert memory.peak <= estimate <= memory.peak + 3.1 * BAND_BYTES
