@@ -272,9 +272,9 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
 @register(f"{MODEL}.vae_decode")
 def vae_decode(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """latents [b, C, h, w] unscaled -> pixels [b, 3, H, W] in [-1, 1], not clamped. What does not fit in the ranks' memory gives no pixels but the
-    tile to take instead, see ``_tiles``. args: tile, set when the latents are one, which is then tried whatever its size."""
+    tile to take instead, see ``VaeRoom.instead``. args: tile, set when the latents are one, which is then tried whatever its size."""
     engine = _engine(context, args)
-    if instead := _tiles(engine, args, *tensors["latents"].shape[2:]):
+    if not args.get("tile") and (instead := engine.vae_room(*tensors["latents"].shape[2:]).instead()):
         return instead, {}
     context.section.start_phase("VAE decode", "block")
     return {}, {"pixels": engine.vae_decode(tensors["latents"], check=context.section.check)}
@@ -284,18 +284,11 @@ def vae_decode(context: OperationContext, args: dict[str, Any], tensors: Tensors
 def vae_encode(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """pixels [b, 3, H, W] in [-1, 1] -> latents [b, C, h, w]: the posterior mean, unscaled. Tiles as in ``vae_decode``."""
     engine = _engine(context, args)
-    if instead := _tiles(engine, args, *(side // engine.config.vae.ffactor_spatial for side in tensors["pixels"].shape[2:])):
+    height, width = (side // engine.config.vae.ffactor_spatial for side in tensors["pixels"].shape[2:])
+    if not args.get("tile") and (instead := engine.vae_room(height, width).instead()):
         return instead, {}
     context.section.start_phase("VAE encode")
     return {}, {"latents": engine.vae_encode(tensors["pixels"])[0]}
-
-
-def _tiles(engine: Engine, args: dict[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Nothing when the VAE can take so many latent pixels at once, else tile: its [height, width] in latent pixels, and measured: why, in words."""
-    if args.get("tile"):
-        return {}
-    room = engine.vae_room(height, width)
-    return {} if room.fits else {"tile": list(room.tile), "measured": {"tiles": room.words(engine.config.vae.ffactor_spatial)}}
 
 
 @register(f"{MODEL}.unload")

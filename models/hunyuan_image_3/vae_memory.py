@@ -7,6 +7,7 @@ and attention see no more than the tile; they overlap and are blended.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,6 +47,8 @@ class VaeRoom:
     tile: tuple[int, int]
     need: int
     free: int | None
+    factor: int
+    """Pixels of a latent pixel."""
 
     @classmethod
     def of(cls, vae: VaeConfig, *, height: int, width: int, ranks: int, free: int | None) -> VaeRoom:
@@ -58,17 +61,21 @@ class VaeRoom:
                 height = max(-(-height // 2), SMALLEST_TILE)
             else:
                 width = max(-(-width // 2), SMALLEST_TILE)
-        return cls(whole, (height, width), need, free)
+        return cls(whole, (height, width), need, free, vae.ffactor_spatial)
 
     @property
     def fits(self) -> bool:
         return self.tile == self.whole
 
-    def words(self, factor: int) -> str:
-        """For the user, why there are tiles and what they are; ``factor`` makes pixels of latent pixels."""
+    def instead(self) -> dict[str, Any]:
+        """What an operation answers instead of a picture: nothing when it fits, else tile: its [height, width] in latent pixels, and measured: why."""
+        return {} if self.fits else {"tile": list(self.tile), "measured": {"tiles": self.words()}}
+
+    def words(self) -> str:
+        """For the user, what the tiles are and why there are any."""
         assert self.free is not None, "only a limit makes tiles"
         (height, width), need, free = self.tile, self.need / 1e9, self.free / 1e9
         return (
-            f"VAE in overlapping tiles of {height * factor}x{width * factor} (height x width), which differ slightly at their borders: the whole picture "
+            f"VAE in overlapping tiles of {height * self.factor}x{width * self.factor} (height x width), which differ slightly at their borders: the whole picture "
             f"needs {need:.1f} GB on each rank and {free:.1f} GB are free"
         )

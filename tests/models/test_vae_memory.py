@@ -53,7 +53,7 @@ def test_the_smallest_tile_is_tried_whatever_is_free() -> None:
 
 
 def test_the_user_reads_sizes_in_pixels_and_why() -> None:
-    assert room(64, 64, 4 * GIB).words(16) == (
+    assert room(64, 64, 4 * GIB).words() == (
         "VAE in overlapping tiles of 1024x512 (height x width), which differ slightly at their borders: the whole picture needs 5.6 GB on each rank "
         "and 4.3 GB are free"
     )
