@@ -7,8 +7,8 @@ active phase does not own, a wrong gather order, or another number of calls than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .abort_word import AbortWord
 from .device_watch import DeviceWatch
 from .groups import ProcessGroups
-from .ledger import Ledger, Role
+from .ledger import Ledger, Role, exactly
 from .plan import ParallelPlan, Phase, Topology
 from .waiting import CollectiveError, await_event, await_work
 
@@ -179,23 +179,6 @@ class Communicator:
         """As ``destroy``, after a fault: what waits for a peer on this rank's device ends too."""
         self.abort_word.set()
         self.groups.abort()
-
-
-@contextmanager
-def exactly(ledger: Ledger, expected: Mapping[Role, int], what: str) -> Iterator[None]:
-    """Body must make exactly ``expected`` collectives of each role.
-
-    Raises:
-        CollectiveError: it made another number; names the roles.
-    """
-    before = ledger.counts.copy()
-    yield
-    made = ledger.counts.copy()
-    made.subtract(before)
-    wrong = [f"{role} {made[role]} instead of {expected.get(role, 0)}" for role in made if made[role] != expected.get(role, 0)]
-    wrong += [f"{role} 0 instead of {n}" for role, n in expected.items() if n and role not in made]
-    if wrong:
-        raise CollectiveError(f"{what} made a wrong number of collectives: {', '.join(sorted(wrong))}")
 
 
 class PhaseView:

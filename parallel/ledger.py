@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, get_args
+
+from .waiting import CollectiveError
 
 Role = Literal[
     "row_reduce",
@@ -68,6 +71,23 @@ class Ledger:
     def tail(self) -> dict[str, object]:
         """``{"first": index of the first kept entry, "entries": [...]}``, JSON-ready."""
         return {"first": self._length - len(self._tail), "entries": list(self._tail)}
+
+
+@contextmanager
+def exactly(ledger: Ledger, expected: Mapping[Role, int], what: str) -> Iterator[None]:
+    """Body must make exactly ``expected`` collectives of each role.
+
+    Raises:
+        CollectiveError: it made another number; names the roles.
+    """
+    before = ledger.counts.copy()
+    yield
+    made = ledger.counts.copy()
+    made.subtract(before)
+    wrong = [f"{role} {made[role]} instead of {expected.get(role, 0)}" for role in made if made[role] != expected.get(role, 0)]
+    wrong += [f"{role} 0 instead of {n}" for role, n in expected.items() if n and role not in made]
+    if wrong:
+        raise CollectiveError(f"{what} made a wrong number of collectives: {', '.join(sorted(wrong))}")
 
 
 def first_difference(tails: Sequence[dict]) -> str:

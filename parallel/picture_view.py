@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from .collectives import Communicator, exactly
-from .ledger import Role
+from .collectives import Communicator
+from .ledger import Role, exactly
 from .waiting import CollectiveError
 
 PICTURE_ROLES: frozenset[Role] = frozenset({"halo_gather", "norm_gather", "kv_gather", "picture_gather"})

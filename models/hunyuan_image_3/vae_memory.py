@@ -75,7 +75,8 @@ class VaeRoom:
         """For the user, what the tiles are and why there are any."""
         assert self.free is not None, "only a limit makes tiles"
         (height, width), need, free = self.tile, self.need / 1e9, self.free / 1e9
+        size = f"{height * self.factor}x{width * self.factor} (height x width)"
         return (
-            f"VAE in overlapping tiles of {height * self.factor}x{width * self.factor} (height x width), which differ slightly at their borders: the whole picture "
-            f"needs {need:.1f} GB on each rank and {free:.1f} GB are free"
+            f"VAE in overlapping tiles of {size}, which differ slightly at their borders: the whole picture needs {need:.1f} GB on each rank and "
+            f"{free:.1f} GB are free"
         )

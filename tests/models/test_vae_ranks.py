@@ -20,7 +20,7 @@ from phase_parallel.parallel.plan import ParallelPlan
 
 WIDTH = 2
 TOLERANCE = 1e-5
-SPLITS = [(7, 2), (5, 3), (9, 4), (2, 4), (1, 3)]
+SPLITS = [(7, 2), (5, 3), (9, 4), (2, 4), (1, 3), (9, 8)]
 """Latent rows and ranks: uneven pieces, pieces of one row, fewer rows than ranks."""
 
 
@@ -122,6 +122,16 @@ def test_a_cancel_ends_all_ranks_at_the_same_block(vae: Vae) -> None:
     results, digests = on_ranks(2, work)
     assert torch.equal(*results) and len(set(digests)) == 1
     assert results[0][-1, 0] == 3
+
+
+def test_the_host_reads_no_picture_before_the_device_has_it(vae: Vae, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading waits too, but deaf to the faults of peers."""
+    waits: list[str] = []
+    monkeypatch.setattr(PictureView, "await_device", lambda view, what: waits.append(f"{view.rank} {what}"))
+    on_ranks(2, lambda view: vae.decode(seeded(2, 8, 2, 1), view=view))
+    on_ranks(2, lambda view: vae.encode(seeded(1, 3, 32, 16), view)[0])
+    decoded, encoded = ["0 the decoded picture", "1 the decoded picture"] * 2, ["0 the encoded picture", "1 the encoded picture"]
+    assert sorted(waits) == sorted(decoded + encoded)
 
 
 def test_a_collective_left_out_is_named(vae: Vae, monkeypatch: pytest.MonkeyPatch) -> None:
