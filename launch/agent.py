@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from ..parallel.hung_ranks import asked_to_end
+from ..parallel.hung_ranks import asked_to_end, forget_request
 from ..parallel.rank_logs import last_lines
 from ..parallel.store import JsonStore
 from .records import parent_of, process_birth
@@ -107,6 +107,9 @@ class RanksAgent(LocalElasticAgent):
             return
         try:
             hung = asked_to_end(self._requests)
+            if hung:
+                # Once only: a process may need long to end, and much later another one may have its number.
+                forget_request(self._requests)
         except RuntimeError:  # the store is machine 0's, whose end is told elsewhere
             self._requests = None
             return

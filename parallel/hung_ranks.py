@@ -25,5 +25,10 @@ def ask_to_end(store: JsonStore, hung: Iterable[HungRank]) -> None:
 
 
 def asked_to_end(store: JsonStore) -> list[HungRank]:
-    """The last request; those of it that have ended stay in it."""
+    """The last request, until it is forgotten."""
     return [HungRank(int(one["rank"]), int(one["pid"]), float(one["silent_s"])) for one in store.find(_KEY) or []]
+
+
+def forget_request(store: JsonStore) -> None:
+    """For the launcher, which has read it."""
+    store.set(_KEY, [])
