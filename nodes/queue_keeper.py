@@ -43,8 +43,10 @@ class QueueKeeper:
         """None: the first look writes, so that what an earlier life of this process left there is put back once only."""
         self._lock = threading.Lock()
         self._frozen = False
+        self._in_front = False
+        """Of the queue's ``put``: since it was frozen first."""
         self._held: list[Any] = []
-        """Waiting prompts that were taken out of the queue since it is frozen."""
+        """Waiting prompts that were taken out of the queue since it is frozen; guarded by the queue's own lock."""
         self._begun: dict[Any, Any] = {}
         """Prompts that ran since then, by ComfyUI's number for the run: also those that have ended, since what ComfyUI knows of them ends with it."""
         self._told: set[str] = set()
@@ -75,20 +77,33 @@ class QueueKeeper:
 
     def freeze(self) -> None:
         """A rank is lost, and in a moment all are ended and started again: nothing that waits, or comes until then, may start before that."""
-        with self._lock:
+        queue = self._server.prompt_queue
+        with self._lock, queue.mutex:
             self._frozen = True
+            if not self._in_front:
+                self._in_front = True
+                queue.put = functools.partial(self._put_or_hold, queue.put)
         self._look()
 
     def thaw(self) -> None:
         """All ranks are there after all: what was taken out waits again."""
-        with self._lock:
+        queue = self._server.prompt_queue
+        with self._lock, queue.mutex:
             if not self._frozen:
                 return
             self._frozen = False
             for item in self._held:
-                self._server.prompt_queue.put(item)
+                queue.put(item)
             self._held, self._begun = [], {}
         self._look()
+
+    def _put_or_hold(self, put: Callable[[Any], None], item: Any) -> None:
+        """In front of the queue's own ``put``: an executor that has nothing to do takes what is posted at once, long before the next look."""
+        with self._server.prompt_queue.mutex:
+            if self._frozen:
+                self._held.append(item)
+            else:
+                put(item)
 
     def _look(self) -> None:
         """Write what runs and what waits, if that has changed."""

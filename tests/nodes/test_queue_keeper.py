@@ -115,6 +115,18 @@ class TestFrozen:
         keeper._look()
         assert self.after(environment) == (["first"], [])
 
+    def test_an_idle_executor_gets_nothing_either(self, before: SimpleNamespace, keeper: QueueKeeper, environment: LaunchEnvironment) -> None:
+        """It takes a prompt as soon as it is there, and does not wait for the keeper's next look."""
+        queue = before.prompt_queue
+        keeper.freeze()
+        queue.put(item(5, "late"))
+        assert queue.queue == []
+        keeper._look()
+        assert self.after(environment) == (["late"], [])
+        keeper.thaw()
+        queue.put(item(6, "later"))
+        assert [entry[1] for entry in queue.queue] == ["late", "later"]
+
     def test_what_comes_late_waits_behind_the_others(self, before: SimpleNamespace, keeper: QueueKeeper, environment: LaunchEnvironment) -> None:
         before.prompt_queue.queue = [item(5, "first")]
         keeper.freeze()
@@ -139,7 +151,7 @@ class TestFrozen:
 
         monkeypatch.setattr(keeper._store, "set", interrupted)
         keeper.freeze()
-        assert [entry[1] for entry in before.prompt_queue.queue] == ["late"]
+        assert self.after(environment) == (["first"], [])
         monkeypatch.setattr(keeper._store, "set", copy)
         keeper._look()
         assert self.after(environment) == (["first", "late"], [])
