@@ -58,11 +58,9 @@ class Cluster:
         self.asked_plan = asked_plan
         """What ``auto`` means, where the user of the launch said so."""
         self.machine_ranks = machine_ranks or world_size
-        record = RankRecord(rank, os.getpid(), socket.gethostname(), url, str(device))
-        self.record = RecordKeeper(record)
-        self.generation = 0
+        self.record = RecordKeeper(RankRecord(rank, os.getpid(), socket.gethostname(), url, str(device)))
+        self.generation, self._sections = 0, 0
         self.communicator: Communicator | None = None
-        self._sections = 0
         self._lock = threading.Lock()
         self.plan = self._first_plan()
         """Plan of the latest generation."""
@@ -82,9 +80,8 @@ class Cluster:
     @classmethod
     def from_environment(cls, environment: LaunchEnvironment) -> Cluster:
         """Connects to the launcher's store and starts the monitor."""
-        store = JsonStore.tcp(environment.store_host, environment.store_port, environment.store_prefix)
         cluster = cls(
-            store,
+            JsonStore.tcp(environment.store_host, environment.store_port, environment.store_prefix),
             rank=environment.rank,
             world_size=environment.world_size,
             device=own_device(environment),
@@ -153,16 +150,17 @@ class Cluster:
                 self._fault, self._fault_read_at = None, 0.0
             self.generation, self.plan, self._open = generation, plan, True
 
-    def connect(self, meet: Callable[[], None]) -> Communicator:
-        """Groups of this generation, made when no rank can be inside a collective. All ranks call it, and ``meet`` returns once all are about to make them."""
+    def connect(self, meet: Callable[[], None], *, kept: bool) -> Communicator:
+        """Groups of this generation, made when no rank can be inside a collective. All ranks call it, and ``meet`` returns once all are about to make them.
+        ``kept``: every rank still has the same former ones."""
         communicator = self.communicator
         if communicator is not None and self._connected == self.generation:
             return communicator
-        if communicator is not None and communicator.plan.groups() == self.plan.groups():
+        if kept and communicator is not None and communicator.plan.groups() == self.plan.groups():
             groups = communicator.groups
         else:
             if communicator is not None:
-                communicator.destroy()
+                (communicator.destroy if kept else communicator.abort)()
             store = self.store.connection() if self.world_size > 1 else None
             meet()
             groups = ProcessGroups.create(self.plan, store=store, generation=self.generation, device=self.device, timeout_s=self.timeout_s)
@@ -185,6 +183,11 @@ class Cluster:
         fault = self._fault
         if fault is not None:
             raise fault.error()
+
+    @property
+    def groups_from(self) -> int:
+        """The generation that this rank's groups were made in, 0 without any that are of use."""
+        return self.communicator.groups.generation if self.communicator is not None else 0
 
     @property
     def gave_up(self) -> bool:

@@ -25,11 +25,19 @@ _NCCL_LIMIT = timedelta(days=7)
 class ProcessGroups:
     """The groups of one plan on one rank. ``create`` is collective: every rank calls it with the same plan and generation."""
 
-    def __init__(self, plan: ParallelPlan, by_ranks: dict[tuple[int, ...], dist.ProcessGroup], control: dist.ProcessGroup | None, backend: str):
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        by_ranks: dict[tuple[int, ...], dist.ProcessGroup],
+        control: dist.ProcessGroup | None,
+        backend: str,
+        generation: int = 0,
+    ):
         self._plan = plan
         self._by_ranks = by_ranks
         self._control = control
         self.backend = backend
+        self._generation = generation
         self._alive = True
         self._ending = threading.Lock()
         self._ended = False
@@ -44,7 +52,7 @@ class ProcessGroups:
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
         if plan.world_size == 1:
-            return cls(plan, {}, None, backend)
+            return cls(plan, {}, None, backend, generation)
         if store is None:
             raise ValueError(f"plan {plan.name} with {plan.world_size} ranks needs a rendezvous store; start the ranks with the launcher")
         if dist.is_initialized():
@@ -72,7 +80,7 @@ class ProcessGroups:
                 by_ranks[ranks] = group
         if backend == "nccl":
             _meet(by_ranks.values(), device)
-        return cls(plan, by_ranks, dist.group.WORLD, backend)
+        return cls(plan, by_ranks, dist.group.WORLD, backend, generation)
 
     @property
     def control(self) -> dist.ProcessGroup | None:
@@ -93,6 +101,11 @@ class ProcessGroups:
     @property
     def alive(self) -> bool:
         return self._alive
+
+    @property
+    def generation(self) -> int:
+        """The one that they were made in, 0 once they are of no use."""
+        return self._generation if self._alive and not self._ended else 0
 
     def _require_alive(self) -> None:
         if not self._alive:

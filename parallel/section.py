@@ -168,7 +168,7 @@ class Section:
             cluster.adopt_generation(generation, self._plan)
         cluster.look_for_fault()
         keys = [f"enter/{self.number}/{rank}" for rank in range(cluster.world_size)]
-        mine = {"key": asdict(self.key), "plan": _shared_plan(self._plan), "generation": generation}
+        mine = {"key": asdict(self.key), "plan": _shared_plan(self._plan), "generation": generation, "groups": cluster.groups_from}
         cluster.store.set(keys[cluster.rank], mine)
         doing = f"entering node {self.key.node_id}, call {self.key.call}"
         if generation is None:
@@ -177,7 +177,9 @@ class Section:
         self._compare_entries(entries)
         # Every rank has read the entries before the last one, else it could not have come here.
         cluster.store.delete(f"enter/{self.number - 2}/{cluster.rank}")
-        cluster.connect(self._meet).ledger.reset()
+        # After a fault that not every rank has heard of, some have ended their groups and some have not.
+        kept = {entry["groups"] for entry in entries}
+        cluster.connect(self._meet, kept=len(kept) == 1 and kept != {0}).ledger.reset()
 
     def _meet(self) -> None:
         """The rendezvous of the groups waits for a rank without looking for its fault, so nobody goes there before all are here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from rank_pool import serve
 
 from phase_parallel.parallel.cluster import Cluster
+from phase_parallel.parallel.faults import RankFault
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.parallel.section import SectionKey, digest_of, open_section
 from phase_parallel.parallel.store import JsonStore
@@ -120,6 +122,19 @@ def inside(rank: int) -> dict[str, Any]:
         dist.init_process_group = original
 
 
+def between(rank: int) -> dict[str, Any]:
+    """``rank`` fails behind the last section, where only rank 0 looks before it announces the next one; the others hear of the next one alone."""
+    if rank == RANK:
+        cluster.fail(cluster.fault("failed", (RANK,), "the disk is full"))
+    time.sleep(1.0)
+    if RANK == 0:
+        with suppress(RankFault):
+            cluster.lead_generation(cluster.plan)
+        cluster.store.set(f"announced/{calls}", cluster.lead_generation(cluster.plan))
+    cluster.adopt_generation(cluster.store.wait(f"announced/{calls}", 10.0, lambda: None), cluster.plan)
+    return steps()
+
+
 def late(seconds: float, rank: int) -> dict[str, Any]:
     """``rank`` comes to the section only after the others have given up."""
     if rank == RANK:
@@ -132,4 +147,4 @@ def records() -> list[dict[str, Any] | None]:
 
 
 if __name__ == "__main__":
-    serve({"steps": steps, "apart": apart, "inside": inside, "late": late, "records": records})
+    serve({"steps": steps, "apart": apart, "inside": inside, "between": between, "late": late, "records": records})

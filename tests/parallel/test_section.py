@@ -64,6 +64,12 @@ def test_exception_on_rank_0_reaches_all(ranks: RankPool) -> None:
     all_succeed(ranks.run("steps"))
 
 
+def test_a_rank_that_fails_between_sections_costs_one_of_them(ranks: RankPool) -> None:
+    """Rank 0 learns of it, and the ranks that nobody told must not go on in groups that the others have left."""
+    all_succeed(ranks.run("steps"))
+    assert [result["total"] for result in all_succeed(ranks.run("between", rank=1))] == [[3.0, 3.0]] * 4
+
+
 def test_ctrl_c_stays_what_it_is_on_its_rank(ranks: RankPool) -> None:
     replies = ranks.run("steps", interrupts=1)
     assert replies[1].error_type == "KeyboardInterrupt"
