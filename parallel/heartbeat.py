@@ -36,6 +36,8 @@ class Hearts:
         self._count = 0
         self._lock = threading.Lock()
         now = time.monotonic()
+        self._heard_at: float | None = None
+        """When this rank listened last."""
         self._places: dict[int, dict[str, Any]] = {}
         """First record of each other rank: its machine and process stay the same."""
         self._beats = {other: _Beat(-1, now, True) for other in range(world_size) if other != rank}
@@ -49,10 +51,11 @@ class Hearts:
             if value is not None and value[0] != last.count:
                 with self._lock:
                     self._beats[rank] = _Beat(value[0], time.monotonic(), value[1])
+        self._heard_at = time.monotonic()
 
     def stale(self, limit_s: float) -> tuple[int, ...]:
-        """Ranks not heard of for ``limit_s``."""
-        now = time.monotonic()
+        """Ranks not heard of for ``limit_s`` when this rank listened last: while it was held up itself nobody counts as silent."""
+        now = self._heard_at or time.monotonic()
         with self._lock:
             return tuple(rank for rank, beat in self._beats.items() if now - beat.seen > limit_s)
 

@@ -178,6 +178,19 @@ def test_a_generation_lasts_while_nothing_changes(pair: tuple[Cluster, Cluster])
     assert zero.lead_generation(other) == first + 1
 
 
+def test_a_monitor_that_is_held_up_takes_nobody_for_silent(pair: tuple[Cluster, Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end the kernels of a broken device can take long, and meanwhile nobody listens."""
+    zero, one = pair
+    zero.start()
+    one.start()
+    wait_until(lambda: zero.busy_ranks() == (1,))
+    entered = threading.Event()
+    monkeypatch.setattr(zero, "_free_device", lambda: (entered.set(), time.sleep(3.0)))
+    assert entered.wait(2.0)
+    time.sleep(2.8)
+    assert zero.stale_ranks(2.5) == ()
+
+
 def test_heartbeats_tell_who_is_silent_and_who_works(pair: tuple[Cluster, Cluster]) -> None:
     zero, one = pair
     assert zero.stale_ranks(0.0) == (1,)
