@@ -27,6 +27,7 @@ from .heartbeat import BEAT_S, Hearts
 from .plan import ParallelPlan, PlanName
 from .plan_choice import plan_on_machines, usual_plan
 from .rank_record import RankRecord, RecordKeeper
+from .stacks import write_stacks
 from .store import JsonStore, StoreUnreachable
 from .waiting import CollectiveTimeout
 
@@ -69,10 +70,8 @@ class Cluster:
         self._connected = 0
         """Generation of ``communicator``."""
         self._fault: Fault | None = None
-        self._fault_read_at = 0.0
-        self._store_lost = ""
-        self._closing = threading.Event()
-        self._hearts = Hearts(store, rank, world_size)
+        self._fault_read_at, self._store_lost = 0.0, ""
+        self._closing, self._hearts = threading.Event(), Hearts(store, rank, world_size)
         self._waited_at = 0.0
         """When ``fault_check`` was called last, which waits do four times a second."""
         self._monitor: threading.Thread | None = None
@@ -235,11 +234,12 @@ class Cluster:
         with self._lock:
             # A retired generation's fault has been raised here already.
             if value is not None and generation == self.generation and self._open:
-                self._fault = Fault.from_json(value)
-                self._fault_read_at = self._fault_read_at or time.monotonic()
+                if self._fault is None:
+                    self._fault, self._fault_read_at = Fault.from_json(value), time.monotonic()
+                    if self._fault.kind == "timeout" and self.rank in (self._fault.ranks or range(self.world_size)):
+                        write_stacks(self.rank)
                 if self.communicator is not None:
-                    # The main thread may itself be waiting for the device.
-                    self.communicator.abort_word.set()
+                    self.communicator.abort_word.set()  # the main thread may itself be waiting for the device
 
     # Status and heartbeats
 

@@ -42,13 +42,13 @@ def share_fault(cluster: Cluster, error: BaseException) -> SectionError:
 
 
 def timeout_of(cluster: Cluster, ranks: tuple[int, ...], *, site: str | None = None) -> Fault:
-    """``ranks`` (unknown when empty) did not answer. Those of this machine write to their logs where they are, before anybody lets go of
-    them; of the ranks that wait the first one asks.
+    """``ranks`` (unknown when empty) did not answer. They write to their logs where they are when they read this; those of this machine whose heart does
+    not beat either are asked before anybody lets go of them, by the first of the ranks that wait.
     """
     key = f"stacks/{cluster.generation}/{socket.gethostname()}"
     if cluster.store.set_first(key, cluster.rank) == cluster.rank:
-        asked = ask_ranks_for_stacks(cluster.records(), ranks)
-        _log.warning("rank %d waited for %g s; the logs of ranks %s say where they are", cluster.rank, cluster.timeout_s, list(asked))
+        ask_ranks_for_stacks(cluster.records(), cluster.stale_ranks(max(cluster.timeout_s / 2, _SILENCE_S)))
+        _log.warning("rank %d waited for %g s; the logs of the other ranks say where they are", cluster.rank, cluster.timeout_s)
     return cluster.fault("timeout", ranks, f"{cluster.timeout_s:g} s", site=site)
 
 

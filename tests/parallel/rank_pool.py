@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from phase_parallel.parallel.stacks import ask_for_stacks
+from phase_parallel.parallel.stacks import ask_for_stacks, write_stacks
 
 _MARK = "@@reply "
 _START_TIMEOUT_S = 240.0
@@ -141,6 +142,7 @@ def serve(scenarios: dict[str, Callable[..., Any]]) -> None:
     """Child side: run what the parent asks for until it hangs up."""
     stacks = open(os.environ["STACKS"], "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    logging.getLogger(write_stacks.__module__).addHandler(logging.StreamHandler(stacks))
     _reply(Reply("ready", "", "", 0.0))
     for line in sys.stdin:
         request = json.loads(line)

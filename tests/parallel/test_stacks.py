@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,17 @@ def test_only_a_prepared_process_is_asked_and_both_go_on(prepared: bool) -> None
     assert (" in here" in written) is prepared
 
 
+def test_a_stopped_process_is_not_asked() -> None:
+    """It would get the signal together with the one that lets it go on, and its handler would walk through stacks of threads that run."""
+    process = start(PREPARED + WAITING)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    asked = ask_for_stacks(process.pid)
+    os.kill(process.pid, signal.SIGCONT)
+    _, written = process.communicate("\n", timeout=20)
+    assert not asked and process.returncode == 0 and written == ""
+
+
 def test_a_crash_leaves_its_stack() -> None:
     process = start(PREPARED + WAITING + "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     _, written = process.communicate("\n", timeout=20)
@@ -46,6 +58,6 @@ def test_ranks_of_other_machines_and_ended_ones_are_left_out() -> None:
         {"rank": 2, "host": "elsewhere", "pid": os.getpid()},
         {"rank": 3, "host": here, "pid": ended.pid},
     ]
-    assert ask_ranks_for_stacks(records, ()) == (1,)
-    assert ask_ranks_for_stacks(records, (2, 3)) == ()
+    assert ask_ranks_for_stacks(records, (1, 2, 3)) == (1,)
+    assert ask_ranks_for_stacks(records, ()) == ()
     process.communicate("\n", timeout=20)
