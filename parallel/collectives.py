@@ -189,13 +189,14 @@ class PhaseView:
         self.topology = topology
         self.phase: Phase = topology.phase
 
-    def _record(self, role: Role, site: str, tensor: torch.Tensor, order: Sequence[int] = ()) -> None:
+    def _record(self, role: Role, site: str, tensor: torch.Tensor, order: Sequence[int] = (), *, alone: bool = False) -> None:
+        """``alone``: in a group of one rank."""
         if role not in PHASE_ROLES[self.phase]:
             owners = [phase for phase, roles in PHASE_ROLES.items() if role in roles]
             raise CollectiveError(f"{site}: role {role} does not belong to phase {self.phase}; it belongs to {', '.join(owners)}")
         # Relative places, because ranks of other groups make the same gather over other physical ranks.
         relative = [sorted(order).index(rank) for rank in order]
-        self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), relative)
+        self.comm.ledger.record(self.phase, role, site, tensor.shape, str(tensor.dtype), relative, alone=alone)
 
     def forward(self, expected: Mapping[Role, int], name: str) -> AbstractContextManager[None]:
         """Body must make exactly ``expected`` collectives of each role; another number raises, naming the roles."""
@@ -215,7 +216,8 @@ class PhaseView:
             raise CollectiveError(
                 f"row_reduce got a {type(partial).__name__}, not a partial product; a column-parallel or reduced tensor must not be summed again"
             )
-        self._record("row_reduce", partial.site, partial._summand)
+        # Without peers it may stand in a recorded step, which one rank replays while another launches it: nothing that ranks compare.
+        self._record("row_reduce", partial.site, partial._summand, alone=self.topology.tp_size == 1)
         return partial._summand
 
     def vocab_gather(self, logits: torch.Tensor, site: str, *, order: tuple[int, ...]) -> torch.Tensor:

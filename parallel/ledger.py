@@ -43,12 +43,16 @@ class Ledger:
         self._length = 0
         self.counts: Counter[Role] = Counter()
 
-    def record(self, phase: str, role: Role, site: str, shape: Sequence[int], dtype: str, order: Sequence[int] = ()) -> None:
-        """``order``: the logical order of an ordered gather; two ranks that disagree on it diverge here, not in the picture."""
+    def record(
+        self, phase: str, role: Role, site: str, shape: Sequence[int], dtype: str, order: Sequence[int] = (), *, alone: bool = False
+    ) -> None:
+        """``order``: the logical order of an ordered gather; two ranks that disagree on it diverge here, not in the picture. ``alone``: the rank has no
+        peers there, so it is counted and not compared."""
         entry = f"{phase} {role} {site} {'x'.join(map(str, shape))} {dtype}"
         if order:
             entry += " order " + ",".join(map(str, order))
-        self._append(entry)
+        if not alone:
+            self._append(entry)
         self.counts[role] += 1
 
     def note(self, phase: str, what: str) -> None:

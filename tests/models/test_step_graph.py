@@ -3,6 +3,7 @@ tests/models/test_gpu_denoise.py's."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from phase_parallel.models.hunyuan_image_3.model import StepInputs
 from phase_parallel.models.hunyuan_image_3.schedule import flow_sigmas
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
 from phase_parallel.models.hunyuan_image_3.step_graph import exchanges_inside, why_not_recorded
+from phase_parallel.parallel.collectives import Communicator
+from phase_parallel.parallel.ledger import Ledger
 from phase_parallel.parallel.plan import ParallelPlan, make_plan
 
 
@@ -164,3 +167,28 @@ def test_on_a_cpu_nothing_is_recorded(eight_ways: Path) -> None:
 )
 def test_only_steps_that_exchange_nothing_are_recorded(plan: ParallelPlan, recorded: bool) -> None:
     assert exchanges_inside(plan) is not recorded
+
+
+def test_one_branch_replays_while_the_other_is_new(eight_ways: Path, records: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another text with the same negative one: what the ranks compare must not tell a replay from a step that was launched."""
+    append, replay, replaying = Ledger._append, Launcher.replay, threading.local()
+
+    def silent_replay(self: Launcher) -> None:  # what a graph launches is no call of Python
+        replaying.now = True
+        replay(self)
+        replaying.now = False
+
+    monkeypatch.setattr(Launcher, "replay", silent_replay)
+    monkeypatch.setattr(Ledger, "_append", lambda self, entry: None if getattr(replaying, "now", False) else append(self, entry))
+
+    def work(plan: ParallelPlan, comm: Communicator) -> list[tuple[int, int]]:
+        engine, digests = engine_of(eight_ways, plan, comm), []
+        for prompt in ("a kite", "a boat"):
+            rows = [DenoiseRow(rows_of(engine, prompt).cond, "cond"), DenoiseRow(rows_of(engine).uncond, "uncond")]
+            for _ in range(3):
+                engine.denoiser.velocity(rows, noise_of(engine), StepInputs(700.0))
+                digests.append(comm.ledger.digest())
+        return digests
+
+    first, second = run_ranks(work, "replicated", world_size=2, denoise="cfg")
+    assert first == second
