@@ -44,7 +44,7 @@ class QueueKeeper:
         self._lock = threading.Lock()
         self._frozen = False
         self._in_front = False
-        """Of the queue's ``put``: since it was frozen first."""
+        """Of what changes the queue: since it was frozen first."""
         self._held: list[Any] = []
         """Waiting prompts that were taken out of the queue since it is frozen; guarded by the queue's own lock."""
         self._begun: dict[Any, Any] = {}
@@ -83,6 +83,8 @@ class QueueKeeper:
             if not self._in_front:
                 self._in_front = True
                 queue.put = functools.partial(self._put_or_hold, queue.put)
+                queue.wipe_queue = functools.partial(self._wipe, queue.wipe_queue)
+                queue.delete_queue_item = functools.partial(self._delete, queue.delete_queue_item)
         self._look()
 
     def thaw(self) -> None:
@@ -104,6 +106,20 @@ class QueueKeeper:
                 self._held.append(item)
             else:
                 put(item)
+
+    def _wipe(self, wipe: Callable[[], None]) -> None:
+        """Clear on the page, which shows nothing of what is held."""
+        with self._server.prompt_queue.mutex:
+            self._held = []
+            wipe()
+
+    def _delete(self, delete: Callable[[Callable[[Any], bool]], bool], wanted: Callable[[Any], bool]) -> bool:
+        with self._server.prompt_queue.mutex:
+            found = next((item for item in self._held if wanted(item)), None)
+            if found is None:
+                return delete(wanted)
+            self._held.remove(found)
+            return True
 
     def _look(self) -> None:
         """Write what runs and what waits, if that has changed."""

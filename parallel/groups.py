@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .last_resort import ending_process_after
 from .plan import ParallelPlan
 
+_CONNECTING_S = 30.0
 _NCCL_LIMIT = timedelta(days=7)
 """Waits for NCCL have the limits of :mod:`.waiting` and :mod:`.device_watch`."""
 
@@ -79,7 +81,7 @@ class ProcessGroups:
             if plan.rank in ranks:
                 by_ranks[ranks] = group
         if backend == "nccl":
-            _meet(by_ranks.values(), device)
+            _meet(by_ranks.values(), device, max(timeout_s, _CONNECTING_S))
         return cls(plan, by_ranks, dist.group.WORLD, backend, generation)
 
     @property
@@ -141,9 +143,10 @@ class ProcessGroups:
             dist.destroy_process_group()
 
 
-def _meet(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+def _meet(groups: Iterable[dist.ProcessGroup], device: torch.device, limit_s: float) -> None:
     """NCCL connects at a group's first collective, and waits there for the others deaf to faults: so now, where all ranks are known to be here. Every
-    rank takes its groups in the plan's order."""
-    for group in groups:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.cuda.synchronize(device)
+    rank takes its groups in the plan's order. A group that is not connected yet cannot be ended, so where a rank fails just here the others end."""
+    with ending_process_after(limit_s, "connecting the ranks with NCCL"):
+        for group in groups:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        torch.cuda.synchronize(device)

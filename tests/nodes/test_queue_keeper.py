@@ -27,6 +27,14 @@ class Queue:
     def put(self, item: tuple) -> None:
         self.queue.append(item)
 
+    def wipe_queue(self) -> None:
+        self.queue = []
+
+    def delete_queue_item(self, wanted: Callable[[tuple], bool]) -> bool:
+        found = [item for item in self.queue if wanted(item)]
+        self.queue = [item for item in self.queue if item not in found]
+        return bool(found)
+
 
 @pytest.fixture
 def environment() -> Iterator[LaunchEnvironment]:
@@ -260,3 +268,20 @@ def test_nothing_was_ever_queued(environment: LaunchEnvironment) -> None:
     after = server()
     QueueKeeper(after, replace(environment, restart_count=1))._put_back()
     assert after.prompt_queue.queue == []
+
+
+def test_clear_and_delete_reach_what_is_held(environment: LaunchEnvironment) -> None:
+    one = server()
+    queue = one.prompt_queue
+    queue.queue = [item(1, "waits"), item(2, "unwanted"), item(3, "too")]
+    keeper = QueueKeeper(one, environment)
+    keeper.freeze()
+    assert queue.delete_queue_item(lambda held: held[1] == "unwanted") and not queue.delete_queue_item(lambda held: held[1] == "unwanted")
+    keeper.thaw()
+    assert [waiting[1] for waiting in queue.queue] == ["waits", "too"]
+    keeper.freeze()
+    queue.wipe_queue()
+    keeper.thaw()
+    assert queue.queue == []
+    queue.put(item(4, "later"))
+    assert queue.delete_queue_item(lambda waiting: waiting[1] == "later") and queue.queue == []
