@@ -213,7 +213,7 @@ class TestFrozen:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
