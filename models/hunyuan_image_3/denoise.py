@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from ...parallel.collectives import PhaseView
+from .kv_cache import KVCache
 from .model import BlockRow, HunyuanImage3Model, ReferenceFeatures, StepInputs, StepTensors
 from .prefix import PrefixStore
 from .schedule import euler_step
@@ -80,13 +81,8 @@ class Denoiser:
         computes every row.
         """
         view = self._model.comm.phase("denoise")
-        by_branch = [[i for i, row in enumerate(rows) if _BRANCH_INDEX[row.branch] == b] for b in range(2)]
-        split = view.topology.cfg_size > 1 and len(by_branch[0]) == len(by_branch[1]) > 0
-        everywhere = frozenset(range(view.topology.cfg_size))
-        caches = []
-        for row in rows:
-            branches = frozenset({_BRANCH_INDEX[row.branch]}) if split else everywhere
-            caches.append(self._prefixes.prepare(row.row, row.features, branches).cache)
+        split, by_branch = self._split(rows)
+        caches = self.prepare(rows)
         mine = by_branch[view.topology.cfg_rank] if split else list(range(len(rows)))
         blocks = [BlockRow(rows[i].row, caches[i], rows[i].latent) for i in mine]
         out = self._forward(blocks, latents, step)
@@ -101,6 +97,19 @@ class Denoiser:
         for row, place in zip(gathered, places, strict=True):
             velocity[place] = row
         return velocity
+
+    def prepare(self, rows: Sequence[DenoiseRow]) -> list[KVCache | None]:
+        """The prefixes of ``rows``, computed unless they are kept; None where this rank's branch needs none."""
+        split, _ = self._split(rows)
+        everywhere = frozenset(range(self._model.plan.cfg_size))
+        return [
+            self._prefixes.prepare(row.row, row.features, frozenset({_BRANCH_INDEX[row.branch]}) if split else everywhere).cache for row in rows
+        ]
+
+    def _split(self, rows: Sequence[DenoiseRow]) -> tuple[bool, list[list[int]]]:
+        """Whether each half of the ranks computes one branch, and which rows belong to each."""
+        by_branch = [[i for i, row in enumerate(rows) if _BRANCH_INDEX[row.branch] == b] for b in range(2)]
+        return self._model.plan.cfg_size > 1 and len(by_branch[0]) == len(by_branch[1]) > 0, by_branch
 
     def _forward(self, blocks: list[BlockRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         replayed = self._graphs.replay(blocks, latents, step, self._launch) if self.records else None

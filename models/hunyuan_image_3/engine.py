@@ -25,7 +25,7 @@ from .resolution import ResolutionTable
 from .schedule import flow_sigmas
 from .sequence import CondImage, ImageRows, resolution_table
 from .text_generation import TextGenerator, TextRequest, TextResult
-from .text_rules import NotANumberError
+from .text_rules import NotANumberError, StageRules
 from .tokenizer import HunyuanTokenizer
 from .vae_memory import VaeRoom, free_bytes
 
@@ -121,10 +121,11 @@ class Engine:
         check: Check = lambda done, total: None,
         report: Report = lambda event: None,
         trace: Callable[[torch.Tensor], None] | None = None,
+        rules: StageRules | None = None,
     ) -> TextResult:
         try:
             return self.text.generate(
-                request, features=features, cond_images=cond_images, check=check, report=report, trace=trace
+                request, features=features, cond_images=cond_images, check=check, report=report, trace=trace, rules=rules
             )
         except NotANumberError:
             self._refuse_damaged_weights()
@@ -159,6 +160,18 @@ class Engine:
         )
         self.model.comm.await_device("the last step of the picture")
         return self._finite(latent, "the final latent")
+
+    def previews(self, request: ImageRequest, report: Report) -> Callable[[int, StepTrace], None]:
+        """A ``trace`` of :meth:`sample` that reports every step: what the picture would be if its velocity held to the end, which is clear long
+        before the noisy latent is."""
+        sigmas = flow_sigmas(request.steps, request.flow_shift)
+
+        def show(index: int, step: StepTrace) -> None:
+            expected = step.latent_in - float(sigmas[index]) * step.pred
+            self.model.comm.await_device("a step of the picture")
+            report({"kind": "steps", "done": index + 1, "total": request.steps, "latents": expected.cpu()})
+
+        return show
 
     def draw(self, request: ImageRequest) -> torch.Tensor:
         """Initial noise ``[b, C, h, w]``, one generator per picture."""

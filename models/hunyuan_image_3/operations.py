@@ -18,12 +18,11 @@ from ...parallel.checkpoint import first_not_finite
 from ...parallel.operations import OperationContext, Tensors, register
 from ...parallel.rank_record import CALL
 from ...parallel.section import Section
-from .denoise import DenoiseRow, StepTrace
+from .denoise import DenoiseRow
 from .engine import Engine, ImageRequest
 from .loading import LoadOptions
 from .model import StepInputs
 from .references import PreparedReference
-from .schedule import flow_sigmas
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
 from .token_row import TokenRow
@@ -196,7 +195,7 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
         index = engine.table.parse_image_size(args["image_size"], engine.config.kind)
     height, width = (None, None) if index is None else engine.table.size(index)
     values = asdict(result) | {"cot_text": cot_text}
-    measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds", "decode", "reduction")}
+    measured = {name: values.pop(name) for name in ("prefill_seconds", "decode_seconds", "close_seconds", "decode", "reduction")}
     context.cluster.record.note_text(f"{result.decode}; {result.reduction}", tokens=len(result.tokens), seconds=result.decode_seconds)
     return values | {"height": height, "width": width, "measured": measured}, {}
 
@@ -257,15 +256,7 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
     context.section.start_phase("denoise")
     saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features))
 
-    sigmas = flow_sigmas(request.steps, request.flow_shift)
-
-    def show(index: int, step: StepTrace) -> None:
-        # What the picture would be if this step's velocity held to the end: clear long before the noisy latent is.
-        expected = step.latent_in - float(sigmas[index]) * step.pred
-        context.section.communicator.await_device("a step of the picture")
-        context.section.report({"kind": "steps", "done": index + 1, "total": args["steps"], "latents": expected.cpu()})
-
-    latent = engine.sample(request, check=context.section.check, trace=show)
+    latent = engine.sample(request, check=context.section.check, trace=engine.previews(request, context.section.report))
     return saved, {"latents": engine.unscale(latent)}
 
 

@@ -80,6 +80,8 @@ class TextResult:
     legal: LegalCot | None
     prefill_seconds: float
     decode_seconds: float
+    close_seconds: float
+    """From the last token until the device has ended the steps that were under way and the recorded one is let go."""
     decode: str
     """How the tokens were written, as :func:`~.token_loop.choose_decode` words it."""
     reduction: str
@@ -136,9 +138,12 @@ class TextGenerator:
         check: Callable[[int, int], None] = lambda done, total: None,
         report: Callable[[dict[str, Any]], None] = lambda event: None,
         trace: Callable[[torch.Tensor], None] | None = None,
+        rules: StageRules | None = None,
     ) -> TextResult:
-        """``trace`` sees the raw logits ``[vocab]`` that lead to each token, before any rule."""
-        rules = StageRules(self._tokenizer, self._model.config, request.task, need_ratio=request.need_ratio)
+        """``trace`` sees the raw logits ``[vocab]`` that lead to each token, before any rule. ``rules``: instead of the task's own, for a text whose
+        length is given."""
+        if rules is None:
+            rules = StageRules(self._tokenizer, self._model.config, request.task, need_ratio=request.need_ratio)
         row = prefill_row(self._tokenizer, self._model.config, request, cond_images)
         limit = self._token_limit(request, len(row))
         sampling = request.sampling
@@ -162,7 +167,8 @@ class TextGenerator:
             loop.release()
         tokens = list(loop.tokens)
         self._prefixes.remember_text([*row.tokens, *tokens[:-1]], features, cache)
-        return self._result(request, rules, row, tokens, prefilled - began, written - prefilled)
+        seconds = (prefilled - began, written - prefilled, time.perf_counter() - written)
+        return self._result(request, rules, row, tokens, seconds)
 
     def _follow(self, loop: TokenLoop, limit: int, check: Callable[[int, int], None], report: Callable[[dict[str, Any]], None]) -> None:
         """Until the text has ended."""
@@ -206,7 +212,7 @@ class TextGenerator:
         return PICTURE_SPECIALS + max(h // factor * (w // factor) for h, w in self._table.rows)
 
     def _result(
-        self, request: TextRequest, rules: StageRules, row: TokenRow, tokens: list[int], prefill: float, decode: float
+        self, request: TextRequest, rules: StageRules, row: TokenRow, tokens: list[int], seconds: tuple[float, float, float]
     ) -> TextResult:
         cot = cot_from_tokens(self._tokenizer, request.task, tokens) if request.task in COT_TASKS else None
         legal = legal_cot(self._tokenizer, request.task, cot.cot_text) if cot else None
@@ -224,8 +230,9 @@ class TextGenerator:
             truncated=cot.truncated if cot else (request.task == "auto" and not stopped),
             end="stop" if stopped else limit,
             legal=legal,
-            prefill_seconds=prefill,
-            decode_seconds=decode,
+            prefill_seconds=seconds[0],
+            decode_seconds=seconds[1],
+            close_seconds=seconds[2],
             decode=self.decode_reason,
             reduction=self.reduction_reason,
         )

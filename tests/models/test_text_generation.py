@@ -35,7 +35,7 @@ def alone(folder: Path) -> Engine:
 
 def facts(result: TextResult) -> TextResult:
     """Without the times and the reasons."""
-    return replace(result, prefill_seconds=0.0, decode_seconds=0.0, decode="", reduction="")
+    return replace(result, prefill_seconds=0.0, decode_seconds=0.0, close_seconds=0.0, decode="", reduction="")
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp8", "hybrid4-ulysses", "hybrid8-s2-cfg_sp", "hybrid8-s4-ulysses"])
