@@ -9,8 +9,8 @@ import hashlib
 import random
 import string
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +45,12 @@ class Task:
 
 
 TASKS = (Task("t2i", 0, 1251), Task("ti2i", 1, 6290))
+
+
+def choose_tasks(names: Sequence[str] = (), *, small: bool) -> list[Task]:
+    """Those of ``names``, all without any; ``small`` ones have an eighth of the tokens."""
+    chosen = [task for task in TASKS if task.name in names or not names]
+    return [replace(task, tokens=task.tokens // 8) for task in chosen] if small else chosen
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from ..parallel.cluster import Cluster
 from ..parallel.collectives import Communicator
 from ..parallel.plan import ParallelPlan, make_plan
 from ..parallel.section import SectionKey, open_section
-from .ar import TASKS, ArRow, PrefillRow, measure_decode, measure_eager_decode, measure_prefill, prompt_row, reductions
+from .ar import ArRow, PrefillRow, choose_tasks, measure_decode, measure_eager_decode, measure_prefill, prompt_row, reductions
 from .environment import describe_machine
 from .errors import BenchError
 from .one_rank import OneRankCommunicator
 from .random_model import checked_options, random_model
-from .release import RELEASE, SMALL, Release, from_spec
+from .release import from_spec, sizes
 from .report import print_head, print_split, rank_words
 
 
@@ -77,13 +77,12 @@ def require_equal_tokens(comm: Communicator, rows: list[dict[str, Any]]) -> None
 def _measure(
     options: ArOptions, plan: ParallelPlan, comm: Communicator, device: torch.device, barrier: Callable[[], None]
 ) -> dict[str, Any]:
-    built = release_of(options)
+    built = from_spec(sizes(options.layers, small=options.small))
     load = checked_options(LoadOptions(moe_layout=options.layout, moe_backend=options.moe_backend), device)
     model = random_model(built.config, plan, comm, load, device=device)
-    tasks = [replace(task, tokens=task.tokens // 8) for task in TASKS] if options.small else TASKS
     decode: list[ArRow] = []
     prefill: list[PrefillRow] = []
-    for task in tasks:
+    for task in choose_tasks(small=options.small):
         row = prompt_row(built, task)
         prefill.append(measure_prefill(model, row, task, repeats=options.repeats, barrier=barrier))
         for reduction, name in reductions(model, alone=options.alone):
@@ -105,10 +104,6 @@ def _measure(
         "decode": [asdict(row) for row in decode],
         "prefill": [asdict(row) for row in prefill],
     }
-
-
-def release_of(options: ArOptions) -> Release:
-    return from_spec(replace(SMALL if options.small else RELEASE, layers=options.layers))
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -16,15 +16,16 @@ from ..kernels.kernel_set import MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
-from . import ar_table, denoise_table
+from . import ar_table, denoise_table, e2e_table
 from .ar_table import ArOptions
 from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
+from .e2e_table import E2eOptions
 from .errors import BenchError
 from .node import EqualDigests, NodeOptions, StartLaunch, measure, print_result
 from .report import write_result
 
-TABLES = {"ar": ar_table, "denoise": denoise_table}
-OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions}
+TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table}
+OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions}
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
 Join = Callable[[dict[str, Any]], AbstractContextManager[Cluster]]
 
@@ -35,7 +36,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
-    if options.command in ("ar", "denoise", "node") and options.device == "cpu":
+    if options.command in ("ar", "denoise", "e2e", "node") and options.device == "cpu":
         if options.scale != "small":
             raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
     elif not torch.cuda.is_available():
@@ -48,7 +49,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
     if options.command == "node":
         _node(options, launch, equal_digests)
         return 0
-    (_denoise if options.command == "denoise" else _ar)(options, start_ranks)
+    {"ar": _ar, "denoise": _denoise, "e2e": _e2e}[options.command](options, start_ranks)
     return 0
 
 
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
+    _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
     node = commands.add_parser("node", help="text of the Think / Recaption node in ComfyUI: speed on the page, time to cancel")
     node.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
     node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
@@ -105,6 +107,33 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     denoise.add_argument("--repeats", type=int, default=3)
     denoise.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _add_e2e(e2e: argparse.ArgumentParser) -> None:
+    e2e.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # as the other tables have it; refused with the reason
+    e2e.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
+    e2e.add_argument("--scheme", choices=tuple(SCHEMES), action="append", default=[], help="may be repeated (default: all that fit the ranks)")
+    e2e.add_argument("--task", choices=("t2i", "ti2i", "both"), default="both")
+    e2e.add_argument("--layers", type=int, default=32)
+    e2e.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    e2e.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    e2e.add_argument("--repeats", type=int, default=3, help="pictures that are measured, behind a first one (default 3)")
+    e2e.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _e2e(options: argparse.Namespace, start_ranks: StartRanks) -> None:
+    if options.alone:
+        raise BenchError("bench e2e makes whole pictures, and a rank without its peers makes none; leave --alone out, or use bench ar and bench denoise.")
+    ranks = options.ranks or _device_count(options.device)
+    run = E2eOptions(
+        schemes=choose_schemes(options.scheme, ranks, False, instead=""),
+        ranks=ranks,
+        tasks=() if options.task == "both" else (options.task,),
+        layers=2 if options.scale == "small" else options.layers,
+        small=options.scale == "small",
+        repeats=options.repeats,
+    )
+    _measure("e2e", options, run, start_ranks)
 
 
 def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
@@ -163,7 +192,7 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     _measure("ar", options, run, start_ranks)
 
 
-def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions, start_ranks: StartRanks) -> None:
+def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions | E2eOptions, start_ranks: StartRanks) -> None:
     """In this process where one rank is all, else in one process a rank."""
     if not run.alone:
         if options.device == "cuda" and run.ranks > torch.cuda.device_count():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from ..parallel.cluster import Cluster
 from ..parallel.collectives import Communicator
 from ..parallel.plan import AttentionKind, DenoiseKind, ParallelPlan, PlanName, make_plan
 from ..parallel.section import SectionKey, open_section
-from .ar import TASKS, Task
+from .ar import choose_tasks
 from .denoise import measure_step
 from .environment import describe_machine
 from .errors import BenchError
 from .one_rank import OneRankCommunicator
 from .random_model import RandomShard, checked_options, random_shard
-from .release import RELEASE, SMALL, Release, from_spec
+from .release import Release, from_spec, sizes
 from .report import print_head, print_split, rank_words
 
 
@@ -80,8 +80,9 @@ class Case:
     cfg: tuple[CfgMode, ...]
 
 
-def choose_schemes(names: Sequence[str], ranks: int, alone: bool) -> tuple[str, ...]:
-    """Those of ``ranks`` ranks; alone without a number of ranks (0), all but the one whose weights one device cannot hold.
+def choose_schemes(names: Sequence[str], ranks: int, alone: bool, *, instead: str = ", or --alone for one rank of any") -> tuple[str, ...]:
+    """Those of ``ranks`` ranks; alone without a number of ranks (0), all but the one whose weights one device cannot hold. ``instead``: what else a
+    user can do.
 
     Raises:
         BenchError: nothing is left, or a name belongs to another number of ranks.
@@ -90,7 +91,7 @@ def choose_schemes(names: Sequence[str], ranks: int, alone: bool) -> tuple[str, 
     wrong = [name for name in names if name not in fitting and not (alone and ranks == 0)]
     if wrong or not fitting:
         what = f"scheme {wrong[0]} does not run on {ranks} ranks" if wrong else f"no scheme runs on {ranks} ranks"
-        raise BenchError(f"{what}; give --ranks {', '.join(sorted({str(s.ranks) for s in SCHEMES.values()}))}, or --alone for one rank of any.")
+        raise BenchError(f"{what}; give --ranks {', '.join(sorted({str(s.ranks) for s in SCHEMES.values()}))}{instead}.")
     return tuple(names) or tuple(fitting)
 
 
@@ -120,12 +121,21 @@ class Shards:
         self._shard: RandomShard | None = None
 
     def get(self, plan: ParallelPlan, options: LoadOptions) -> RandomShard:
-        key = (plan.name, plan.world_size, plan.storage_tp, plan.rank, options.moe_layout)
-        if self._key != key:
-            self._shard = None
-            free_memory(self._device)
-            self._shard, self._key = random_shard(self._built.config, plan, options, device=self._device), key
+        if not self.holds(plan, options):
+            self.drop()
+            self._shard, self._key = random_shard(self._built.config, plan, options, device=self._device), self._key_of(plan, options)
         return self._shard
+
+    def holds(self, plan: ParallelPlan, options: LoadOptions) -> bool:
+        return self._key == self._key_of(plan, options)
+
+    def drop(self) -> None:
+        self._shard, self._key = None, None
+        free_memory(self._device)
+
+    @staticmethod
+    def _key_of(plan: ParallelPlan, options: LoadOptions) -> object:
+        return plan.name, plan.world_size, plan.storage_tp, plan.rank, options.moe_layout
 
 
 def free_memory(device: torch.device) -> None:
@@ -135,7 +145,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def run_alone(options: DenoiseOptions, device: torch.device) -> dict[str, Any]:
-    built = release_of(options)
+    built = from_spec(sizes(options.layers, small=options.small))
     shards, rows = Shards(built, device), []
     for case in cases(options):
         plan = case.scheme.on(0)
@@ -145,7 +155,7 @@ def run_alone(options: DenoiseOptions, device: torch.device) -> dict[str, Any]:
 
 def run_rank(options: DenoiseOptions, cluster: Cluster) -> dict[str, Any]:
     """Collective; every rank measures, the slowest of each row counts, and all must have made the same latent."""
-    built = release_of(options)
+    built = from_spec(sizes(options.layers, small=options.small))
     shards, rows = Shards(built, cluster.device), []
     for number, case in enumerate(cases(options)):
         plan = case.scheme.on(cluster.rank)
@@ -184,7 +194,7 @@ def _measure(
     one_piece = plan.micro_count == 1
     moe = f"{'one piece' if one_piece else f'{case.layout} {case.path}'}, {model.weights['denoise'].kernels.moe_words}"
     rows: list[dict[str, Any]] = []
-    for task in tasks_of(options):
+    for task in choose_tasks(options.tasks, small=options.small):
         for cfg in case.cfg:
             for row in measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier):
                 rows.append(asdict(row))
@@ -192,15 +202,6 @@ def _measure(
                     print(row_words(rows[-1], options.alone), file=sys.stderr, flush=True)
             free_memory(device)
     return rows
-
-
-def tasks_of(options: DenoiseOptions) -> list[Task]:
-    chosen = [task for task in TASKS if task.name in options.tasks or not options.tasks]
-    return [replace(task, tokens=task.tokens // 8) for task in chosen] if options.small else chosen
-
-
-def release_of(options: DenoiseOptions) -> Release:
-    return from_spec(replace(SMALL if options.small else RELEASE, layers=options.layers))
 
 
 def _result(options: DenoiseOptions, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:

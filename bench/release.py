@@ -83,6 +83,17 @@ def _fill_vocabulary(file: Path, size: int) -> None:
     file.write_text(json.dumps(values), encoding="utf-8")
 
 
+def sizes(layers: int, *, small: bool) -> SyntheticSpec:
+    """Those of the release or toy ones, with ``layers`` layers."""
+    return replace(SMALL if small else RELEASE, layers=layers)
+
+
+def full_vocabulary(spec: SyntheticSpec) -> Release:
+    """As :func:`write_release`, without the folder: for texts of whatever tokens a random model writes."""
+    with tempfile.TemporaryDirectory(prefix="phase-parallel-bench-") as folder:
+        return write_release(Path(folder) / "release", spec)
+
+
 def from_spec(spec: SyntheticSpec) -> Release:
     with tempfile.TemporaryDirectory(prefix="phase-parallel-bench-") as folder:
         config, _ = write_settings(Path(folder) / "release", spec)

@@ -11,7 +11,7 @@ LARGEST = 10
 
 
 def rank_words(result: Mapping[str, Any]) -> str:
-    return "one rank without its peers" if result["alone"] else f"{result['ranks']} ranks"
+    return "one rank without its peers" if result["alone"] else "one rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
 
 
 def print_head(words: str, result: Mapping[str, Any]) -> None:
