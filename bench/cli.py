@@ -16,6 +16,7 @@ from ..kernels.kernel_set import MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
+from ..parallel.faults import SectionMismatch
 from . import ar_table, denoise_table, e2e_table
 from .ar_table import ArOptions
 from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
@@ -213,6 +214,9 @@ def _show(bench: str, result: dict[str, Any], out: Path | None) -> None:
 def _as_rank(options: dict[str, Any], join: Join) -> None:
     bench = options["bench"]
     with join(options) as cluster:
-        result = TABLES[bench].run_rank(OPTIONS[bench](**options["run"]), cluster)
+        try:
+            result = TABLES[bench].run_rank(OPTIONS[bench](**options["run"]), cluster)
+        except SectionMismatch as error:  # the sentence says all, other faults keep their trace
+            raise BenchError(f"{error}.") from error
         if cluster.rank == 0:
             _show(bench, result, None if options["out"] is None else Path(options["out"]))

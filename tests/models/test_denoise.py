@@ -112,6 +112,18 @@ def test_half_of_the_ranks_compute_one_branch(eight_ways: Path, monkeypatch: pyt
     assert run_ranks(body, **ALL_PLANS["hybrid4-cfg"]) == [(["cond"], 1), (["cond"], 1), (["uncond"], 1), (["uncond"], 1)]
 
 
+@pytest.mark.parametrize("name", ["single", "hybrid4-cfg", "hybrid4-kv_gather"])
+def test_a_step_computes_no_prefix_that_was_prepared(name: str, eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> bool:
+        engine = engine_of(eight_ways, plan, comm)
+        rows = mixed(engine, ["c0", "u0"])
+        engine.denoiser.prepare(rows)
+        engine.model.prefill = None  # nobody may call it
+        return bool(engine.velocity(rows, latents_of(engine), STEP).isfinite().all())
+
+    assert all(run_ranks(body, **ALL_PLANS[name]))
+
+
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown CFG mode 'both'; choose one of batched, serial"):
         Denoiser(None, None, cfg_mode="both")
