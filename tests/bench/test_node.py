@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def ar_result(path: Path, **changes: object) -> Path:
     return path
 
 
+def bar_is_throttled() -> bool:
+    """Newer ComfyUIs send a bar's news at most every 0.1 s. The one that is obtained where none is named sends all of it."""
+    named = os.environ.get("COMFYUI_DIR")
+    return bool(named) and "PROGRESS_THROTTLE" in (Path(named) / "comfy" / "utils.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.host
 @pytest.mark.timeout(600)
 def test_two_ranks_write_cancel_and_write_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +44,10 @@ def test_two_ranks_write_cancel_and_write_again(tmp_path: Path, capfd: pytest.Ca
     result = json.loads(out.read_text())
     (run,) = result["runs"]
     assert (run["tokens"], run["way"], result["prompt_tokens"]) == (40, "eager, process group", 1251 // 8)
-    assert 4 <= run["messages"] <= 11, "one after the prompt, then one every four tokens; a newer ComfyUI leaves out those that come too soon"
+    if bar_is_throttled():
+        assert 2 <= run["messages"] <= 11
+    else:
+        assert run["messages"] == 11, "one after the prompt, then one every four tokens"
     assert run["ms_per_token_websocket"] > 0 and run["ms_per_token_node"] > 0
     assert len(result["cancel_ms"]["all"]) == len(result["next_prompt_ms"]) == 1 and 0 < result["cancel_ms"]["median"] < 5_000
     assert len(result["digests"]) == 2 and len(set(result["digests"])) == 1
