@@ -71,3 +71,10 @@ class WeightRows:
     def aligned(self) -> bool:
         """A tensor descriptor takes bases and rows at multiples of 16 bytes."""
         return self.base.data_ptr() % 16 == 0 and self.row_stride * self.base.element_size() % 16 == 0
+
+
+def matrices(views: MicroViews) -> tuple[WeightRows | None, WeightRows | None]:
+    """Both weights as the matrices that the copy engine sees; None where there is no such matrix."""
+    hidden = views.w1.shape[2]
+    up = WeightRows.of(views.w1, 2 * views.width, hidden, views.micros, views.w1_micro_stride)
+    return up, WeightRows.of(views.w2, hidden, views.width, views.micros, views.w2_micro_stride)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from .expert_groups import Groups
-from .expert_views import MicroViews, WeightRows
+from .expert_views import MicroViews, WeightRows, matrices
 from .grouped_tiles import Tile, find_tile, tiles_at_most
-from .triton_support import interpreting, jit, next_power_of_2, tl, triton
+from .sorted_rows import sort_rows
+from .triton_support import interpreting, jit, next_power_of_2, tl
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -23,15 +24,6 @@ DOWN = Tile(128, 256, 64, 8, 4)
 # A tile's tokens lie scattered. Copying them into order once is cheaper than gathering them in every program from this many column blocks on
 # (H200: 12 blocks -11 %, 6 blocks +10 %).
 SORTED_FROM = 12
-
-
-@jit
-def _sort_rows(x, row_of, out, hidden, x_stride, K: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(row_of + place) // K
-    row = tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < hidden)
-    tl.store(out + place.to(tl.int64) * hidden + column, row, mask=column < hidden)
 
 
 @jit
@@ -81,13 +73,6 @@ def _down_by_descriptors(
         tl.store(to, total.to(out.dtype.element_ty), mask=(place < last)[:, None])
 
 
-def matrices(views: MicroViews) -> tuple[WeightRows | None, WeightRows | None]:
-    """Both weights as the matrices that descriptors see."""
-    hidden = views.w1.shape[2]
-    up = WeightRows.of(views.w1, 2 * views.width, hidden, views.micros, views.w1_micro_stride)
-    return up, WeightRows.of(views.w2, hidden, views.width, views.micros, views.w2_micro_stride)
-
-
 def descriptors_fit(views: MicroViews, *, up: Tile = UP, down: Tile = DOWN) -> bool:
     """Whether both products can run here: sm_90 on, 16-bit values (fp32 in Triton's interpreter), whole tiles, aligned rows."""
     w1, w2 = matrices(views)
@@ -110,13 +95,10 @@ def experts_by_descriptors(x: torch.Tensor, views: MicroViews, groups: Groups, e
     padded = next_power_of_2(experts)
     w1, w2 = matrices(views)
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    # The tokens in order are dead once the first product is done: the outputs take their place.
-    parts = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     column_blocks = inner // up.columns
     in_order = column_blocks >= SORTED_FROM
-    if in_order:
-        block = min(4096, next_power_of_2(hidden))
-        _sort_rows[(pairs, triton.cdiv(hidden, block))](x, groups.row_of, parts, hidden, x.stride(0), K=topk, BLOCK=block, num_warps=8)
+    # The tokens in order are dead once the first product is done: the outputs take their place.
+    parts = sort_rows(x, groups.row_of, topk) if in_order else torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     x_sorted = TensorDescriptor(parts, [pairs, hidden], [hidden, 1], [up.rows, up.depth]) if in_order else None
     _up_by_descriptors[(column_blocks, tiles_at_most(pairs, experts, up))](
         x, x_sorted, groups.row_of, groups.ends, _descriptor(w1, up), act, experts, views.width, w1.expert_rows, w1.micro_rows, x.stride(0),

@@ -10,18 +10,25 @@ Weights are ``w1 [E, 2·I, H]`` and ``w2 [E, H, I]`` per micro shard, as views w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from .expert_groups import plan_groups_triton
+from .expert_groups import Groups, plan_groups_triton
 from .expert_views import MicroViews
 from .grouped_descriptors import descriptors_fit, experts_by_descriptors
+from .grouped_hopper import experts_by_clusters, hopper_fits
 from .grouped_pointers import experts_by_pointers
 from .moe import ExpertBlock
 from .router import Routing
 from .triton_support import jit, next_power_of_2, tl, triton
 
-# Pairs per expert from which the wide tiles of the descriptors pay.
+# Pairs per expert from which wide tiles pay.
 DESCRIPTORS_FROM = 96
+CLUSTERS_FROM = 96
+
+# (x, views, groups, experts, topk) -> each pair's output of its expert, in the groups' order, [N, H].
+Products = Callable[[torch.Tensor, MicroViews, Groups, int, int], torch.Tensor]
 
 
 @jit
@@ -40,6 +47,15 @@ def _combine(parts, place_of, weights, shared, out, hidden, K: tl.constexpr, SHA
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
+def _products(x: torch.Tensor, views: MicroViews, pairs_per_expert: float) -> Products:
+    """The fastest way to both products that fits."""
+    if pairs_per_expert >= CLUSTERS_FROM and hopper_fits(x, views, views.w1.shape[0]):
+        return experts_by_clusters
+    if pairs_per_expert >= DESCRIPTORS_FROM and descriptors_fit(views):
+        return experts_by_descriptors
+    return experts_by_pointers
+
+
 def grouped_experts(
     x: torch.Tensor, blocks: tuple[ExpertBlock, ...], routing: Routing, shared: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -49,8 +65,7 @@ def grouped_experts(
     experts, topk = blocks[0].w1.shape[0], ids.shape[1]
     views = MicroViews.of(blocks)
     groups = plan_groups_triton(ids, experts, routing.counts)
-    by_descriptors = ids.numel() >= DESCRIPTORS_FROM * experts and descriptors_fit(views)
-    parts = (experts_by_descriptors if by_descriptors else experts_by_pointers)(x, views, groups, experts, topk)
+    parts = _products(x, views, ids.numel() / experts)(x, views, groups, experts, topk)
     out = torch.empty_like(x)
     block = min(2048, next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](

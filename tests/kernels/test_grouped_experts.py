@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phase_parallel.kernels.expert_groups import count_eager, plan_groups_triton
-from phase_parallel.kernels.expert_views import MicroViews, WeightRows
-from phase_parallel.kernels.grouped_descriptors import descriptors_fit, experts_by_descriptors, matrices
+from phase_parallel.kernels.expert_views import MicroViews, WeightRows, matrices
+from phase_parallel.kernels.grouped_descriptors import descriptors_fit, experts_by_descriptors
 from phase_parallel.kernels.grouped_experts import grouped_experts
 from phase_parallel.kernels.grouped_pointers import choose_tiles, experts_by_pointers
 from phase_parallel.kernels.grouped_tiles import Tile
