@@ -33,7 +33,7 @@ def why_not_hopper(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "no CUDA device"
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return "it is for sm_90"
+        return "the CUDA kernel is for sm_90"
     reason = why_not_compiled()
     if reason is not None:
         return reason
@@ -81,6 +81,7 @@ def _multiply(
     arguments = (
         _map(rows.data_ptr(), rows.shape[0], rows.shape[1], rows.stride(0), TILE_ROWS // CLUSTER),
         _map(weights.base.data_ptr(), weights.rows, weights.columns, weights.row_stride, 128),
+        _map(out.data_ptr(), out.shape[0], out.shape[1], out.stride(0), 64),
         *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (ends, taken, out)), *map(ctypes.c_int, numbers),
     )  # fmt: skip
     _kernel(gated, rows.device.index or 0).launch(clusters * CLUSTER, THREADS, arguments)

@@ -24,9 +24,9 @@ constexpr int STAGES = GATED ? 4 : 3;
 constexpr u32 ROW_BYTES = DEPTH * 2;
 constexpr u32 TOKENS_BYTES = ROWS * ROW_BYTES, WEIGHTS_BYTES = 256 * ROW_BYTES;
 constexpr u32 STAGE_BYTES = TOKENS_BYTES + WEIGHTS_BYTES;
-// 16 bytes more than the values: eight rows of a matrix lie in different banks.
-constexpr u32 PITCH = STORED * 2 + 16;
-constexpr u32 STAGING_BYTES = HALF_ROWS * PITCH;
+// Results on their way out, in boxes of 64 columns that are swizzled too.
+constexpr u32 BOX_BYTES = HALF_ROWS * ROW_BYTES;
+constexpr u32 STAGING_BYTES = STORED / 64 * BOX_BYTES;
 constexpr u32 BARRIERS_AT = STAGES * STAGE_BYTES + 2 * STAGING_BYTES;
 constexpr int CLUSTER = 2, MULTIPLIERS = 2;
 // Two places for the number of the next piece, each with a barrier for its coming and one for its having been read.
@@ -53,6 +53,8 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
     } while (!done);
 }
 
+// In plain form: with a release at cluster scope the compiler adds a fence for all memory, which costs as much as a step. Nothing was written that
+// somebody else reads: who waits for the barrier only wants the stage to be free.
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 block) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
@@ -191,13 +193,8 @@ struct Pieces {
         int within = unit - first_unit[expert], tiles = (first_unit[expert + 1] - first_unit[expert]) / pairs;
         int start = expert ? ends[expert - 1] : 0;
         piece.expert = expert;
-#ifdef COLUMNS_FIRST
-        piece.columns = within % pairs;
-        piece.first_row = start + within / pairs * ROWS;
-#else
         piece.columns = within / tiles;
         piece.first_row = start + within % tiles * ROWS;
-#endif
         piece.rows = min(ROWS, ends[expert] - piece.first_row);
         return true;
     }
@@ -219,11 +216,12 @@ __device__ __forceinline__ void count_units(const int *ends, int experts, int pa
     if (lane == 0) first_unit[0] = 0;
 }
 
-// taken: 0 before the launch. blocks: column blocks of one micro shard where GATED, of all else. steps: of 64 over the whole depth; micro_steps: of one micro shard.
+// taken: 0 before the launch. pairs: of column blocks, all together. blocks: column blocks of one micro shard where GATED, of all else. steps: of 64
+// over the whole depth; micro_steps: of one micro shard. Strides count elements, rows of weights are those of the whole matrix.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (1 + MULTIPLIERS), 1)
-    multiply_groups(const __grid_constant__ TensorMap tokens, const __grid_constant__ TensorMap weights, const int *__restrict__ ends,
-                    int *__restrict__ taken, unsigned short *__restrict__ out, int out_stride, int experts, int pairs, int blocks, int steps, int micro_steps, int gate_rows,
-                    int expert_rows, int micro_rows, int micro_columns) {
+    multiply_groups(const __grid_constant__ TensorMap tokens, const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap results,
+                    const int *__restrict__ ends, int *__restrict__ taken, unsigned short *__restrict__ out, int out_stride, int experts, int pairs,
+                    int blocks, int steps, int micro_steps, int gate_rows, int expert_rows, int micro_rows, int micro_columns) {
     extern __shared__ __align__(1024) unsigned char shared[];
     u32 base = u32(__cvta_generic_to_shared(shared));
     u32 full = base + BARRIERS_AT, empty = full + STAGES * 8;
@@ -313,10 +311,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             }
             await_products<0>();
             if (thread < CLUSTER) arrive_at(empty + before * 8, thread);
-            // Rows of the tile before may still be on their way out of this memory.
-            if (thread < HALF_ROWS) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            // The tile before may still be on its way out of this memory.
+            if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             await_warpgroup(multiplier);
-            u32 matrix = lane / 8, to = staging + (warp * 16 + lane % 8 + matrix % 2 * 8) * PITCH + matrix / 2 * 16;
+            u32 matrix = lane / 8, line = staging + (warp * 16 + lane % 8 + matrix % 2 * 8) * ROW_BYTES;
 #pragma unroll
             for (int group = 0; group < STORED / 8; group += 2) {
                 u32 packed[4];
@@ -328,24 +326,35 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
                     else
                         packed[part] = two_bf16(acc[at], acc[at + 1]);
                 }
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + group * 16), "r"(packed[0]),
-                             "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                u32 to = line + group / 8 * BOX_BYTES + ((group % 8 + matrix / 2) ^ lane % 8) * 16;
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(packed[0]), "r"(packed[1]),
+                             "r"(packed[2]), "r"(packed[3])
                              : "memory");
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             await_warpgroup(multiplier);
-            if (thread < HALF_ROWS) {
-                if (int(thread) < rows) {
-                    u64 row = u64(piece.first_row + multiplier * HALF_ROWS + thread);
-                    unsigned short *target = out + row * out_stride + (piece.columns * CLUSTER + block) * STORED;
-                    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(staging + thread * PITCH),
-                                 "r"(STORED * 2)
+            int first = piece.first_row + int(multiplier) * HALF_ROWS, column = (piece.columns * CLUSTER + int(block)) * STORED;
+            if (rows < HALF_ROWS) {
+                // What follows belongs to the next expert.
+                for (int chunk = thread; chunk < rows * (STORED / 8); chunk += 128) {
+                    int row = chunk / (STORED / 8), place = chunk % (STORED / 8);
+                    u32 from = staging + place / 8 * BOX_BYTES + row * ROW_BYTES + (place % 8 ^ row % 8) * 16;
+                    uint4 values;
+                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                                 : "r"(from)
                                  : "memory");
+                    *reinterpret_cast<uint4 *>(out + u64(first + row) * out_stride + column + place * 8) = values;
                 }
+            } else if (thread == 0) {
+                for (int box = 0; box < STORED / 64; ++box)
+                    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&results), "r"(column + box * 64),
+                                 "r"(first), "r"(staging + box * BOX_BYTES)
+                                 : "memory");
                 asm volatile("cp.async.bulk.commit_group;" ::: "memory");
             }
         }
-        if (thread < HALF_ROWS) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
     // Nobody leaves while the other block may still write to its shared memory.
     meet_cluster();

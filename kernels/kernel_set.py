@@ -15,6 +15,7 @@ from .flashinfer_experts import FlashInferExperts, why_not_flashinfer
 from .flashinfer_support import FlashInferError
 from .group_norm import NormSilu, norm_silu_eager, norm_silu_triton
 from .grouped_experts import grouped_experts
+from .grouped_hopper import why_not_hopper
 from .moe import ExpertBlock, MoePath, gated_unit_eager, gated_unit_triton, moe_eager
 from .residual_norm import residual_norm_eager, residual_norm_triton, rms_norm_triton
 from .rms_norm import rms_norm_eager
@@ -101,6 +102,11 @@ FUSED = KernelSet(
 )
 
 
+def _many_tokens_words(device: torch.device) -> str:
+    reason = why_not_hopper(device)
+    return "many tokens' experts by the CUDA kernel for Hopper" if reason is None else f"many tokens' experts by Triton ({reason})"
+
+
 def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple[KernelSet, str]:
     """The set and why. ``auto`` is fused on CUDA devices that Triton knows, else eager.
 
@@ -113,7 +119,7 @@ def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple
     if choice == "fused" and reason is not None:
         raise ValueError(f"fused kernels cannot run here: {reason}; choose kernels auto or eager")
     if choice == "fused" or (reason is None and device.type == "cuda"):
-        return FUSED, "fused: Triton kernels and PyTorch's fused attention"
+        return FUSED, f"fused: Triton kernels and PyTorch's fused attention, {_many_tokens_words(device)}"
     # None only in Triton's interpreter, which is not for real work.
     return EAGER, f"eager: {reason or 'no CUDA device'}"
 
