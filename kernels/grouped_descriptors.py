@@ -98,7 +98,7 @@ def experts_by_descriptors(x: torch.Tensor, views: MicroViews, groups: Groups, e
     column_blocks = inner // up.columns
     in_order = column_blocks >= SORTED_FROM
     # The tokens in order are dead once the first product is done: the outputs take their place.
-    parts = sort_rows(x, groups.row_of, topk) if in_order else torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    parts = sort_rows(x, groups.place_of, topk) if in_order else torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     x_sorted = TensorDescriptor(parts, [pairs, hidden], [hidden, 1], [up.rows, up.depth]) if in_order else None
     _up_by_descriptors[(column_blocks, tiles_at_most(pairs, experts, up))](
         x, x_sorted, groups.row_of, groups.ends, _descriptor(w1, up), act, experts, views.width, w1.expert_rows, w1.micro_rows, x.stride(0),

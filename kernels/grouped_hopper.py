@@ -61,7 +61,7 @@ def experts_by_clusters(x: torch.Tensor, views: MicroViews, groups: Groups, expe
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     # The tokens in order are dead once the first product is done: the outputs take their place.
     taken = torch.empty(2, dtype=torch.int32, device=x.device)
-    parts = sort_rows(x, groups.row_of, topk, zeroed=taken)
+    parts = sort_rows(x, groups.place_of, topk, zeroed=taken)
     blocks = views.width // UP_COLUMNS
     _multiply(True, parts, w1, groups.ends, taken[:1], act, experts, blocks * views.micros, blocks, hidden // DEPTH, hidden // DEPTH, views.width)
     depth = views.width // DEPTH
