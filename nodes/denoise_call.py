@@ -50,15 +50,16 @@ class DenoiseCall(torch.nn.Module):
             raise ValueError(
                 "The positive conditionings have different guidance values; give all of them the same one."
             )
+        latents, places = distinct(x)
         args = {
-            "rows": [_row_arguments(row) for row in rows],
+            "rows": [_row_arguments(row) | {"latent": place} for row, place in zip(rows, places, strict=True)],
             "sigma": sigma,
             "sigma_next": next_sigma(options.get("sample_sigmas"), sigma),
             "guidance": guidance.pop(),
             "place": place_in(options.get("sample_sigmas"), sigma),
         }
         node_id = host_compat.running_node_id()
-        _, tensors = self.engine.call("denoise", args, {"latents": x}, node_id=node_id, report=show_words(node_id))
+        _, tensors = self.engine.call("denoise", args, {"latents": latents}, node_id=node_id, report=show_words(node_id))
         return tensors["velocity"].to(x.device)
 
     def _row(self, handle: int) -> RowConditioning:
@@ -90,6 +91,20 @@ def show_words(node_id: str | None) -> Callable[[dict[str, Any]], None]:
 def _row_arguments(row: RowConditioning) -> dict[str, Any]:
     keys = row.references.keys if row.references is not None else ()
     return {"kind": row.kind, "row": row.row.to_json(), "references": list(keys)}
+
+
+def distinct(latents: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """[n, …] -> those that differ, and which of them each one is. Samplers repeat the latent for every branch of
+    guidance; it is sent and embedded once.
+    """
+    kept: list[int] = []
+    places = []
+    for i, latent in enumerate(latents):
+        place = next((k for k, j in enumerate(kept) if torch.equal(latents[j], latent)), len(kept))
+        if place == len(kept):
+            kept.append(i)
+        places.append(place)
+    return torch.stack([latents[i] for i in kept]), places
 
 
 def _one_sigma(sigmas: torch.Tensor) -> float:

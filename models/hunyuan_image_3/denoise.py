@@ -117,13 +117,13 @@ class Denoiser:
             return replayed
         if self.cfg_mode == "batched":
             return self._model.denoise(blocks, latents, step)
-        return torch.cat([self._model.denoise([block], latents, step) for block in blocks])
+        return self._model.denoise(blocks, latents, step, one_by_one=True)
 
     def _launch(self, slots: Sequence[tuple[Slot, int]], latents: torch.Tensor, step: StepTensors) -> torch.Tensor:
         """As ``_forward`` without the host's part, for a graph."""
         if self.cfg_mode == "batched":
             return self._model.denoise_slots(slots, latents, step)
-        return torch.cat([self._model.denoise_slots([slot], latents, step) for slot in slots])
+        return self._model.denoise_slots(slots, latents, step, one_by_one=True)
 
     @staticmethod
     def _gather_branches(out: torch.Tensor, view: PhaseView) -> torch.Tensor:

@@ -189,12 +189,14 @@ class HunyuanImage3Model:
         return self.next_logits(hidden, "decode")[0]
 
     @torch.inference_mode()
-    def denoise(self, rows: Sequence[BlockRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    def denoise(self, rows: Sequence[BlockRow], latents: torch.Tensor, step: StepInputs, *, one_by_one: bool = False) -> torch.Tensor:
         """Velocity ``[n, C, h, w]`` fp32 of rows whose blocks ``[<timestep> …, <img>×h·w]`` have one length.
 
-        ``latents [b, C, h, w]``; ``rows[i].latent`` says which one row i uses. The block's K/V overwrite the cache behind the prefix.
+        ``latents [b, C, h, w]``; ``rows[i].latent`` says which one row i uses, and each is embedded once, whoever uses it. The block's K/V overwrite
+        the cache behind the prefix. ``one_by_one``: a pass of the trunk for each row, not one for all.
         """
-        return self.denoise_slots([(self.block_slot(row), row.latent) for row in rows], latents, StepTensors.of(step, self.device))
+        slots = [(self.block_slot(row), row.latent) for row in rows]
+        return self.denoise_slots(slots, latents, StepTensors.of(step, self.device), one_by_one=one_by_one)
 
     def block_slot(self, row: BlockRow) -> Slot:
         """Where the block of a row stands; the same in every step of a picture."""
@@ -204,10 +206,15 @@ class HunyuanImage3Model:
         return Slot(row.cache, start, stop - start, plan_runs(start, stop, [span.image]), cos, sin)
 
     @torch.inference_mode()
-    def denoise_slots(self, rows: Sequence[tuple[Slot, int]], latents: torch.Tensor, step: StepTensors) -> torch.Tensor:
+    def denoise_slots(self, rows: Sequence[tuple[Slot, int]], latents: torch.Tensor, step: StepTensors, *, one_by_one: bool = False) -> torch.Tensor:
         """As :meth:`denoise`, for slots and the latent of each; launches only, and nothing that waits for the device."""
-        view, weights = self.comm.phase("denoise"), self.weights["denoise"]
         blocks = self._block_embeddings(latents, step)  # [b, T, H]
+        passes = [[row] for row in rows] if one_by_one else [rows]
+        return torch.cat([self._velocities(some, blocks, latents.shape[-2:], step) for some in passes])
+
+    def _velocities(self, rows: Sequence[tuple[Slot, int]], blocks: torch.Tensor, grid: torch.Size, step: StepTensors) -> torch.Tensor:
+        """One pass of the trunk over ``rows``, whose embedded blocks are among ``blocks [b, T, H]``."""
+        view, weights = self.comm.phase("denoise"), self.weights["denoise"]
         length = blocks.shape[1]
         for slot, _ in rows:
             if slot.length != length:
@@ -222,7 +229,7 @@ class HunyuanImage3Model:
         batch = ForwardBatch(tuple(slot for slot, _ in rows), padded)
         hidden = forward_layers(hidden.flatten(0, 1), weights, batch, view, self.plan.attention)
         whole = self._gather_rows(hidden, len(rows), view)[:, :length]
-        h, w = latents.shape[-2:]
+        h, w = grid
         image = whole[:, length - h * w :]
         modulation = self.around.time_embed_2(step.timestep.expand(len(rows)))
         return self.around.final_layer(image, modulation, h, w).float()

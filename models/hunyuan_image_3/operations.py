@@ -202,17 +202,17 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
 
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """One model call of the host's sampler. args: rows [{kind, row, references}], sigma, sigma_next, guidance, and place: [steps done, all steps]
-    of the sampler's run, or null; tensors: latents [n, C, h, w], one per row -> velocity [n, C, h, w]; prefix_tokens of the first conditional row
-    and reused_tokens of them."""
+    """One model call of the host's sampler. args: rows [{kind, row, references, latent}], sigma, sigma_next, guidance, and place: [steps done, all
+    steps] of the sampler's run, or null; tensors: latents [b, C, h, w], which rows name by number -> velocity [n, C, h, w] of the rows; prefix_tokens
+    of the first conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     context.section.start_phase("denoise", CALL)
     if args.get("place") is not None:
         context.cluster.record.progress(*args["place"])
     latents = tensors["latents"]
     rows = [
-        DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], i)
-        for i, item in enumerate(args["rows"])
+        DenoiseRow(TokenRow.from_json(item["row"]), item["kind"], engine.references.get(item.get("references", ()))[0], item["latent"])
+        for item in args["rows"]
     ]
     # Samplers may send the unconditional row first, whose prefix says little about the user's text.
     told = [row for row in rows if row.branch == "cond"] or rows

@@ -100,6 +100,24 @@ def test_serial_guidance_equals_batched_guidance(name: str, eight_ways: Path) ->
         assert relative(serial, batched) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["batched", "serial"])
+@pytest.mark.parametrize("name", ["single", "tp2", "hybrid4-kv_gather", "hybrid4-cfg"])
+def test_both_branches_share_one_embedding_of_their_latent(name: str, mode: str, eight_ways: Path) -> None:
+    def body(plan: ParallelPlan, comm: Communicator) -> list[int]:
+        engine = engine_of(eight_ways, plan, comm, cfg_mode=mode)
+        rows, seen = mixed(engine, ("c0", "u0")), []
+        engine.denoiser.prepare(rows)
+        hook = engine.model.around.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        try:
+            engine.velocity(rows, latents_of(engine), STEP)
+        finally:
+            hook.remove()  # other tests use the same model
+        return seen
+
+    found = run_ranks(body, **ALL_PLANS[name])
+    assert found == [[1]] * len(found)
+
+
 def test_half_of_the_ranks_compute_one_branch(eight_ways: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(plan: ParallelPlan, comm: Communicator) -> tuple[list[str], int]:
         engine = engine_of(eight_ways, plan, comm)

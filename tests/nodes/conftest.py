@@ -52,7 +52,7 @@ class Calls:
         if name == "encode_references":
             return {"keys": self.keys or args["expected_keys"]}, {}
         if name == "denoise":
-            return {}, {"velocity": torch.zeros_like(tensors["latents"])}
+            return {}, {"velocity": torch.zeros(len(args["rows"]), *tensors["latents"].shape[1:])}
         if name == "sample":
             shape = (len(args["seeds"]), 16, args["height"] // 16, args["width"] // 16)
             return {}, {"latents": torch.zeros(shape)}

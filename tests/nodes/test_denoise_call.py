@@ -45,6 +45,20 @@ def test_both_branches_travel_in_one_call(engine: EngineHandle, calls: Any, pair
     assert args["place"] == [1, 4], "for people: one of the run's four steps is done"
     assert args["guidance"] is None
     assert torch.equal(tensors["latents"], latents)
+    assert [row["latent"] for row in args["rows"]] == [0, 1, 2, 3]
+
+
+def test_a_latent_that_branches_share_is_sent_once(engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:
+    pictures = torch.randn(2, 16, 16, 16)
+    call_of(engine, pair)(
+        torch.cat([pictures, pictures]),
+        torch.full((4,), 900.0),
+        row_handle=handles(pair[1], pair[1], pair[0], pair[0]),
+        transformer_options={"sample_sigmas": SCHEDULE},
+    )
+    ((_, args, tensors),) = calls.made
+    assert [(row["kind"], row["latent"]) for row in args["rows"]] == [("uncond", 0), ("uncond", 1), ("cond", 0), ("cond", 1)]
+    assert torch.equal(tensors["latents"], pictures)
 
 
 def test_token_ids_never_pass_through_a_tensor(engine: EngineHandle, pair: tuple[Any, Any]) -> None:

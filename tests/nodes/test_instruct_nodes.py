@@ -114,10 +114,10 @@ def test_text_about_a_picture_and_the_saving_of_its_prefix(engine: RecordingHand
     )  # fmt: skip
     events = Events()
     args = {
-        "rows": [{"kind": r.kind, "row": r.row.to_json(), "references": list(references.keys)} for r in (positive, negative)],
+        "rows": [{"kind": r.kind, "row": r.row.to_json(), "references": list(references.keys), "latent": 0} for r in (positive, negative)],
         "sigma": 1.0, "sigma_next": 0.9, "guidance": None,
     }  # fmt: skip
-    latents = torch.zeros(2, engine.config.vae.latent_channels, outcome.height // 16, outcome.width // 16)
+    latents = torch.zeros(1, engine.config.vae.latent_channels, outcome.height // 16, outcome.width // 16)
     for _ in range(2):
         engine.call("denoise", args, {"latents": latents}, node_id="1", report=events)
     first, second = engine.results("denoise")

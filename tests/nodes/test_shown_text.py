@@ -122,9 +122,9 @@ def test_saving_is_that_of_the_users_text_wherever_its_row_stands(engine: Record
 
     def told(text: str) -> list[str]:
         rows = build_conditionings(engine, prompt=WISH.prompt, system_prompt=None, cot_text=text, height=256, width=256)
-        sent = [{"kind": row.kind, "row": row.row.to_json(), "references": []} for row in reversed(rows)]
+        sent = [{"kind": row.kind, "row": row.row.to_json(), "references": [], "latent": 0} for row in reversed(rows)]
         events = Events()
-        latents = torch.zeros(2, engine.config.vae.latent_channels, 16, 16)
+        latents = torch.zeros(1, engine.config.vae.latent_channels, 16, 16)
         args = {"rows": sent, "sigma": 1.0, "sigma_next": 0.9, "guidance": None}
         engine.call("denoise", args, {"latents": latents}, node_id="1", report=events)
         return events.texts("prefix")

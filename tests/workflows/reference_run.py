@@ -69,10 +69,10 @@ class Reference:
         latent = sigmas[0] * noise + (1 - sigmas[0]) * clean
         keys = [] if references is None else list(references.keys)
         branches = {"cond": rows.cond, "uncond": rows.uncond}
-        sent = [{"kind": kind, "row": row.to_json(), "references": keys} for kind, row in branches.items() if row is not None]
+        sent = [{"kind": kind, "row": row.to_json(), "references": keys, "latent": 0} for kind, row in branches.items() if row is not None]
         for sigma, after in zip(sigmas.tolist(), sigmas[1:].tolist(), strict=False):
             args = {"rows": sent, "sigma": sigma, "sigma_next": after, "guidance": cfg if rows.uncond is None else None}
-            velocity = self._call("denoise", args, {"latents": torch.cat([latent] * len(sent))}, "velocity")
+            velocity = self._call("denoise", args, {"latents": latent}, "velocity")
             if rows.uncond is not None:
                 velocity = guide(velocity[:1], velocity[1:], cfg)
             latent = euler_step(latent, velocity, sigma, after)
