@@ -192,7 +192,19 @@ class Engine:
         return self.model.around.vae.encode(pixels.to(self.model.device, torch.float32), PictureView(self.model.comm))
 
     def vae_room(self, height: int, width: int) -> VaeRoom:
-        """Collective. Whether the VAE can take ``height`` x ``width`` latent pixels at once, by the memory of the fullest rank."""
+        """Collective. Whether the VAE can take ``height`` x ``width`` latent pixels at once, by the memory of the fullest rank.
+
+        Recorded steps are kept beside the VAE, since the next picture replays them; only where it would not fit they give way.
+        """
+        room = self._room_now(height, width)
+        if room.fits:
+            return room
+        self.denoiser.release()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._room_now(height, width)
+
+    def _room_now(self, height: int, width: int) -> VaeRoom:
         comm, vae = self.model.comm, self.config.vae
         mine = free_bytes(self.model.device)
         free = [row[0] for row in comm.control_gather([-1 if mine is None else mine])]

@@ -24,11 +24,19 @@ SMALLEST_TILE = 8
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What torch could still allocate on ``device``, with its own unused blocks; None where the device is no GPU and has no such limit."""
+    """What torch could still allocate on ``device``, with its own unused blocks but those that recorded graphs keep for their replays; None where the
+    device is no GPU and has no such limit."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _kept_by_graphs(device)
+
+
+def _kept_by_graphs(device: torch.device) -> int:
+    """Bytes in the pools of recorded graphs that no tensor holds: torch gives them to nobody else."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pools = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
 
 
 def peak_bytes(vae: VaeConfig, *, height: int, width: int, ranks: int) -> int:

@@ -63,6 +63,51 @@ def test_a_cpu_has_no_such_limit() -> None:
     assert free_bytes(torch.device("cpu")) is None
 
 
+def test_what_graphs_keep_for_replays_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts it as reserved and not allocated, as blocks that anybody may have."""
+
+    def segment(pool: tuple[int, int], total: int, allocated: int, device: int = 1) -> dict[str, object]:
+        return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    snapshot = [segment((0, 0), 50, 30), segment((0, 4), 20, 5), segment((0, 5), 8, 8), segment((0, 4), 1000, 0, device=0)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 500))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 78)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 43)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    assert free_bytes(torch.device("cuda", 1)) == 100 + (50 - 30)
+
+
+@pytest.mark.parametrize(
+    ("kept", "released", "releases", "fits"),
+    [
+        (0, 0, 0, True),  # it fits beside recorded steps: they are replayed for the next picture
+        (-1, 0, 1, True),
+        (-2, -1, 1, False),
+    ],
+)
+def test_recorded_steps_give_way_only_where_the_picture_would_not_fit(
+    eight_ways: Path, monkeypatch: pytest.MonkeyPatch, kept: int, released: int, releases: int, fits: bool
+) -> None:
+    """``kept`` and ``released``: free bytes of rank 1 with and without its recorded steps, less what the picture needs; rank 0 has room."""
+    rank = threading.local()
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: rank.free)
+
+    def body(plan: ParallelPlan, comm: Communicator) -> tuple[int, bool, int]:
+        engine, made = engine_of(eight_ways, plan, comm), []
+        need = peak_bytes(engine.config.vae, height=16, width=16, ranks=2)
+        rank.free = need + (kept if plan.rank == 1 else GIB)
+
+        def release() -> None:
+            made.append(1)
+            rank.free = need + (released if plan.rank == 1 else GIB)
+
+        monkeypatch.setattr(engine.denoiser, "release", release)
+        found = engine.vae_room(16, 16)
+        return len(made), found.fits, found.free - need
+
+    assert run_ranks(body, "tp", world_size=2) == [(releases, fits, released)] * 2
+
+
 @pytest.mark.parametrize(("free", "want"), [((3 << 20, 1 << 20), 1 << 20), ((None, None), None), ((None, 1 << 20), None)])
 def test_the_fullest_rank_decides_for_all(
     eight_ways: Path, monkeypatch: pytest.MonkeyPatch, free: Sequence[int | None], want: int | None

@@ -196,7 +196,7 @@ def samplers(model: Any, clip: Any, vae: Any) -> dict[str, Any]:
     driver.calls.clear()
     advanced_inputs = {"noise": noise, "guider": guider, "sampler": euler, "sigmas": sigmas}
     advanced, _ = stock("SamplerCustomAdvanced", latent_image=latent, **advanced_inputs)
-    asked = [(name, [row["kind"] for row in args["rows"]]) for name, args in driver.calls]
+    asked = [(name, [(row["kind"], row["latent"]) for row in args["rows"]]) for name, args in driver.calls]
     two = {"samples": latent["samples"].repeat(2, 1, 1, 1)}
     batch, _ = stock("SamplerCustomAdvanced", latent_image=two, **advanced_inputs)
     plain = sample(model, positive, negative, latent)

@@ -94,7 +94,7 @@ def test_a_batch_begins_with_the_same_picture(with_flow: dict[str, Any]) -> None
 def test_both_branches_come_in_one_call_per_step(with_flow: dict[str, Any]) -> None:
     asked = with_flow["samplers"]["asked"]
     assert [name for name, _ in asked] == ["denoise"] * 4
-    assert all(sorted(kinds) == ["cond", "uncond"] for _, kinds in asked)
+    assert all(sorted(rows) == [["cond", 0], ["uncond", 0]] for _, rows in asked), "both name the one latent"
 
 
 def test_cfg_of_one_skips_the_unconditional_branch(with_flow: dict[str, Any]) -> None:
