@@ -17,16 +17,21 @@ from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
 from ..parallel.faults import SectionMismatch
-from . import ar_table, denoise_table, e2e_table
+from . import ar_table, denoise_table, e2e_table, node, node_picture
 from .ar_table import ArOptions
+from .denoise import STEPS
 from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
 from .e2e_table import E2eOptions
 from .errors import BenchError
-from .node import EqualDigests, NodeOptions, StartLaunch, measure, print_result
+from .node import NodeOptions
+from .node_launch import EqualDigests, StartLaunch
+from .node_picture import PictureOptions
 from .report import write_result
 
 TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table}
 OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions}
+TOKENS = 1024
+"""Of one text of bench node."""
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
 Join = Callable[[dict[str, Any]], AbstractContextManager[Cluster]]
 
@@ -76,17 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
     _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
-    node = commands.add_parser("node", help="text of the Think / Recaption node in ComfyUI: speed on the page, time to cancel")
-    node.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
-    node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
-    node.add_argument("--layers", type=int, default=32)
-    node.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
-    node.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    node.add_argument("--tokens", type=int, default=1024, help="tokens of one text (default 1024)")
-    node.add_argument("--repeats", type=int, default=3, help="texts that are measured (default 3)")
-    node.add_argument("--cancels", type=int, default=5, help="how often a text is cancelled (default 5)")
-    node.add_argument("--compare", type=Path, metavar="FILE", help="result of bench ar in the same setting")
-    node.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+    _add_node(commands.add_parser("node", help="text of the Think / Recaption node or a picture by KSampler in ComfyUI: speed on the page, time to cancel"))
     return parser
 
 
@@ -108,6 +103,21 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     denoise.add_argument("--repeats", type=int, default=3)
     denoise.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _add_node(node: argparse.ArgumentParser) -> None:
+    node.add_argument("--task", choices=("text", "picture"), default="text", help="default: text")
+    node.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
+    node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
+    node.add_argument("--layers", type=int, default=32)
+    node.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    node.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    node.add_argument("--tokens", type=int, help="tokens of one text (default 1024)")
+    node.add_argument("--steps", type=int, help="steps of one picture (default 50)")
+    node.add_argument("--repeats", type=int, default=3, help="texts or pictures that are measured (default 3)")
+    node.add_argument("--cancels", type=int, default=5, help="how often one is cancelled (default 5)")
+    node.add_argument("--compare", type=Path, metavar="FILE", help="result of bench ar (text) or bench denoise (picture) in the same setting")
+    node.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
 
 
 def _add_e2e(e2e: argparse.ArgumentParser) -> None:
@@ -157,21 +167,26 @@ def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
 
 
 def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
-    small = options.scale == "small"
+    small, picture = options.scale == "small", options.task == "picture"
+    if (options.tokens if picture else options.steps) is not None:
+        raise BenchError("--tokens belongs to --task text and --steps to --task picture; leave the other one out.")
     ranks = options.ranks or _device_count(options.device)
-    run = NodeOptions(
-        scheme=options.scheme if ranks > 1 else "single",
-        ranks=ranks,
-        device=options.device,
-        layers=2 if small else options.layers,
-        small=small,
-        tokens=options.tokens,
-        repeats=options.repeats,
-        cancels=options.cancels,
-        compare=options.compare,
-    )
-    result = measure(run, launch, equal_digests)
-    print_result(result)
+    shared = {
+        "scheme": options.scheme if ranks > 1 else "single",
+        "ranks": ranks,
+        "device": options.device,
+        "layers": 2 if small else options.layers,
+        "small": small,
+        "repeats": options.repeats,
+        "cancels": options.cancels,
+        "compare": options.compare,
+    }
+    if picture:
+        result = node_picture.measure(PictureOptions(**shared, steps=options.steps or STEPS), launch, equal_digests)
+        node_picture.print_result(result)
+    else:
+        result = node.measure(NodeOptions(**shared, tokens=options.tokens or TOKENS), launch, equal_digests)
+        node.print_result(result)
     if options.out is not None:
         write_result(result, options.out)
 

@@ -63,8 +63,13 @@ class StepRow:
 
 def image_rows(built: Release, task: Task) -> ImageRows:
     """Rows of a square picture of the model's base size behind exactly ``task.tokens`` tokens."""
+    return _image_rows(built, task, image_prompt(built, task))
+
+
+def image_prompt(built: Release, task: Task) -> str:
+    """The prompt of these rows."""
     shortest = _image_rows(built, task, LETTERS[0]).cond.prefix_length
-    return _image_rows(built, task, "".join(LETTERS[: max(1, task.tokens - shortest + 1)]))
+    return "".join(LETTERS[: max(1, task.tokens - shortest + 1)])
 
 
 def _image_rows(built: Release, task: Task, prompt: str) -> ImageRows:

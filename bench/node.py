@@ -6,48 +6,27 @@ compiles and does not count.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-import tempfile
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from ..parallel.environment import RANDOM_WEIGHTS
 from .ar import TASKS, prompt_text
-from .environment import ROOT, describe_machine
+from .environment import ROOT
 from .errors import BenchError
 from .node_client import Graph, NodeRun, run_graph
-from .release import RELEASE, SMALL, write_release
+from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load
+from .release import RELEASE, SMALL, Release
 from .timing import Spread
 
 WORKFLOW = ROOT / "workflows" / "api" / "t2i_think_recaption.api.json"
-FOLDER = "random-weights-80B-sizes"
 SPEED = re.compile(r"^AR: (.+), ([0-9.]+) tokens/s$", re.MULTILINE)
 # The graph of a step is recorded behind the first token.
 SKIP_TOKENS = 16
 SHORT_TOKENS = 24
 ATTEMPTS = 5
-# A rank that died is found, and its last lines are passed on, within this time.
-CAUSE_S = 2.0
-LIMIT_S = 900.0
-
-
-class RunningRanks(Protocol):
-    url: str
-
-    def last_lines(self, count: int) -> str: ...
-
-
-StartLaunch = Callable[..., AbstractContextManager[RunningRanks]]
-EqualDigests = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -66,24 +45,16 @@ class NodeOptions:
 def measure(options: NodeOptions, launch: StartLaunch, equal_digests: EqualDigests) -> dict[str, Any]:
     """Raises BenchError, and what ``launch`` and ``equal_digests`` raise."""
     expected = None if options.compare is None else bench_row(options)
-    with tempfile.TemporaryDirectory(prefix="phase-parallel-bench-") as parent:
-        # With few token ids, one that ends the text would come soon.
-        spec = replace(SMALL, vocab=16384, layers=2) if options.small else replace(RELEASE, layers=options.layers)
-        built = write_release(Path(parent) / FOLDER, spec)
-        task = replace(TASKS[0], tokens=TASKS[0].tokens // 8) if options.small else TASKS[0]
+    # With few token ids, one that ends the text would come soon.
+    spec = replace(SMALL, vocab=16384, layers=2) if options.small else replace(RELEASE, layers=options.layers)
+    task = replace(TASKS[0], tokens=TASKS[0].tokens // 8) if options.small else TASKS[0]
+
+    async def use(url: str, built: Release) -> dict[str, Any]:
         graph, node = text_graph(prompt_text(built, task), options)
-        environment = {RANDOM_WEIGHTS: "allowed", "COMFYUI_DIR": os.environ.get("COMFYUI_DIR", "")}
-        print(f"Starting {options.ranks} ranks on {options.device} ...", flush=True)
-        with launch(ranks=options.ranks, device=options.device, models=[Path(parent) / FOLDER], environment=environment, announce=print) as running:
-            try:
-                figures = asyncio.run(_use(running.url, graph, node, options))
-                figures["digests"] = list(equal_digests(running.url))
-            except BenchError as error:
-                time.sleep(CAUSE_S)
-                raise BenchError(f"{error}\nThe last lines of the ranks:\n{running.last_lines(30)}") from error
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    setting = {name: value for name, value in asdict(options).items() if name != "compare"}
-    return {**describe_machine(device), **setting, "task": task.name, "prompt_tokens": task.tokens, **figures, "bench": expected}
+        return await _use(url, graph, node, options)
+
+    result = measure_in_launch(options, spec, launch, equal_digests, use)
+    return {**result, "task": task.name, "prompt_tokens": task.tokens, "bench": expected}
 
 
 def text_graph(prompt: str, options: NodeOptions) -> tuple[Graph, str]:
@@ -107,7 +78,7 @@ async def _use(url: str, graph: Graph, node: str, options: NodeOptions) -> dict[
         return run_graph(url, graph, node, limit_s=LIMIT_S, **settings)
 
     print("Loading: every rank draws its weights ...", flush=True)
-    first: NodeRun = await run(SHORT_TOKENS, on_load=_print_load())
+    first: NodeRun = await run(SHORT_TOKENS, on_load=print_load())
     print(f"Loaded, compiled and written {SHORT_TOKENS} tokens in {first.ended_s:.1f} s", flush=True)
     runs = []
     for _ in range(options.repeats):
@@ -137,31 +108,19 @@ async def _cancelled(run: Callable[..., Awaitable[NodeRun]], tokens: int) -> flo
     raise BenchError(f"{ATTEMPTS} texts ended before they could be cancelled; give more --tokens")
 
 
-def _print_load() -> Callable[[int, int], None]:
-    told = [-1]
-
-    def on_load(done: int, total: int) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth != told[0]:
-            told[0] = tenth
-            print(f"   {10 * tenth} %", flush=True)
-
-    return on_load
-
-
 def _figures(run: NodeRun) -> dict[str, Any]:
     found = SPEED.search(run.shown)
     if found is None:
         raise BenchError(f"the node shows no speed: {run.shown[-300:]!r}")
     return {
-        "tokens": run.tokens[-1][1],
-        "first_token_ms": run.tokens[0][0] * 1e3,
+        "tokens": run.progress[-1][1],
+        "first_token_ms": run.progress[0][0] * 1e3,
         "way": found[1],
         "node_tokens_per_s": float(found[2]),
         "ms_per_token_node": 1e3 / float(found[2]),
         "ms_per_token_websocket": run.steady_ms(SKIP_TOKENS),
         "longest_pause_ms": run.longest_pause_ms(SKIP_TOKENS),
-        "messages": len(run.tokens),
+        "messages": len(run.progress),
     }
 
 
@@ -188,13 +147,9 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"== node, {result['scheme']}, {result['ranks']} ranks, {result['layers']} layers, {result['hardware']}, torch {result['torch']}, {result['commit']}")
     for name in ("node", "websocket"):
         spread = result[f"ms_per_token_{name}"]
-        versus = f", bench ar {result['bench']['ms_per_token']:.3f}: {_percent(spread['median'], result)}" if result["bench"] else ""
+        versus = f", bench ar {result['bench']['ms_per_token']:.3f}: {percent(spread['median'], result['bench']['ms_per_token'])}" if result["bench"] else ""
         print(f"{name:10} {spread['median']:8.3f} ms/token  ({spread['minimum']:.3f} … {spread['maximum']:.3f}){versus}")
     if result["cancel_ms"]:
         spread = result["cancel_ms"]
         print(f"cancel     {spread['median']:8.1f} ms  ({spread['minimum']:.1f} … {spread['maximum']:.1f}), {len(spread['all'])} times")
     print(f"all ranks hold {result['digests'][0]}")
-
-
-def _percent(median: float, result: dict[str, Any]) -> str:
-    return f"{100 * (median / result['bench']['ms_per_token'] - 1):+.1f} %"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import time
 import uuid
 from collections.abc import Callable
@@ -15,36 +16,45 @@ from .errors import BenchError
 
 Graph = dict[str, dict[str, Any]]
 HISTORY_S = 10.0
+TEXT_EVENT = 3
+"""First number of a binary message that is text for a node; all others are preview pictures."""
 
 
 @dataclass
 class NodeRun:
     """One prompt. Times in seconds since it was posted."""
 
-    tokens: list[tuple[float, int]] = field(default_factory=list)
-    """When the page was told how many tokens of the text are there."""
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    """When the page was told how many tokens or steps of the node are there."""
+    previews: list[float] = field(default_factory=list)
+    """When it was sent a preview picture."""
+    started: dict[str, float] = field(default_factory=dict)
+    """When each node began; one that was cached did not."""
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """What each node left on the page at the end, from the history."""
     shown: str = ""
-    """What the text node shows at its end."""
+    """The text among them that the node shows."""
     ended_s: float = 0.0
     cancel_ms: float | None = None
-    """From pressing cancel to the message that the prompt was interrupted; None where the text ended first."""
+    """From pressing cancel to the message that the prompt was interrupted; None where the prompt ended first."""
 
     def steady_ms(self, skip: int) -> float:
         """Milliseconds a token as the page sees them, from the first message with more than ``skip`` tokens on."""
-        later = [(at, count) for at, count in self.tokens if count > skip]
+        later = [(at, count) for at, count in self.progress if count > skip]
         if len(later) < 2:
-            raise BenchError(f"the text ended after {self.tokens[-1][1] if self.tokens else 0} tokens, too few to measure; give more --tokens")
+            raise BenchError(f"the text ended after {self.progress[-1][1] if self.progress else 0} tokens, too few to measure; give more --tokens")
         return (later[-1][0] - later[0][0]) * 1e3 / (later[-1][1] - later[0][1])
 
     def longest_pause_ms(self, skip: int) -> float:
-        later = [at for at, count in self.tokens if count > skip]
+        later = [at for at, count in self.progress if count > skip]
         return max((b - a) * 1e3 for a, b in pairwise(later))
 
 
 async def run_graph(
     url: str, graph: Graph, node: str, *, cancel_at: int | None = None, on_load: Callable[[int, int], None] = lambda done, total: None, limit_s: float
 ) -> NodeRun:
-    """``node``: the text node of ``graph``. ``cancel_at``: press cancel once that many tokens are there. ``on_load``: progress of the other nodes.
+    """``node``: the node of ``graph`` whose progress counts. ``cancel_at``: press cancel once so many of its tokens or steps are there. ``on_load``:
+    progress of the other nodes.
 
     Raises BenchError when the graph is refused or fails.
     """
@@ -67,19 +77,23 @@ async def _run(url: str, graph: Graph, node: str, cancel_at: int | None, on_load
         cancelling: asyncio.Task[float] | None = None
         end = ""
         async for message in socket:
+            now = time.perf_counter()
+            if message.type is aiohttp.WSMsgType.BINARY and struct.unpack_from(">I", message.data)[0] != TEXT_EVENT:
+                run.previews.append(now - began)
             if message.type is not aiohttp.WSMsgType.TEXT:
                 continue
-            now = time.perf_counter()
             event = json.loads(message.data)
             kind, data = event["type"], event.get("data", {})
             if data.get("prompt_id") != prompt_id:
                 continue
             if kind == "progress" and str(data["node"]) == node:
-                run.tokens.append((now - began, data["value"]))
+                run.progress.append((now - began, data["value"]))
                 if cancel_at is not None and cancelling is None and data["value"] >= cancel_at:
                     cancelling = asyncio.create_task(_press_cancel(session, url))
             elif kind == "progress":
                 on_load(data["value"], data["max"])
+            elif kind == "executing" and data.get("node") is not None:
+                run.started.setdefault(str(data["node"]), now - began)
             elif kind == "execution_error":
                 raise BenchError(f"the prompt failed: {data.get('exception_message', '').strip()}")
             elif kind == "execution_interrupted" or (kind == "executing" and data.get("node") is None):
@@ -87,7 +101,8 @@ async def _run(url: str, graph: Graph, node: str, cancel_at: int | None, on_load
                 break
         pressed = None if cancelling is None else await cancelling
         if end == "executing":
-            run.shown = await _shown(session, url, prompt_id, node)
+            run.outputs = await _outputs(session, url, prompt_id)
+            run.shown = "\n".join(run.outputs.get(node, {}).get("text", []))
         elif end and pressed is not None:
             run.cancel_ms = (began + run.ended_s - pressed) * 1e3
         else:
@@ -103,13 +118,13 @@ async def _press_cancel(session: Any, url: str) -> float:
     return pressed
 
 
-async def _shown(session: Any, url: str, prompt_id: str, node: str) -> str:
+async def _outputs(session: Any, url: str, prompt_id: str) -> dict[str, Any]:
     """The history is written a moment after the last message."""
     deadline = time.monotonic() + HISTORY_S
     while time.monotonic() < deadline:
         async with session.get(f"{url}/history/{prompt_id}") as answer:
             history = await answer.json()
         if prompt_id in history:
-            return "\n".join(history[prompt_id]["outputs"][node]["text"])
+            return history[prompt_id]["outputs"]
         await asyncio.sleep(0.1)
     raise BenchError("rank 0 finished the prompt but keeps no history of it")

@@ -80,7 +80,7 @@ def test_every_token_has_a_text_and_prompts_keep_their_length(tmp_path: Path) ->
 
 
 def test_speed_leaves_out_the_first_tokens() -> None:
-    run = NodeRun(tokens=[(1.0, 1), (3.0, 5), (3.1, 9), (3.2, 13), (3.5, 17)])
+    run = NodeRun(progress=[(1.0, 1), (3.0, 5), (3.1, 9), (3.2, 13), (3.5, 17)])
     assert run.steady_ms(4) == pytest.approx(500 / 12)
     assert run.longest_pause_ms(4) == pytest.approx(300)
     with pytest.raises(BenchError, match="ended after 17 tokens"):
