@@ -17,7 +17,7 @@ from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
 from ..parallel.faults import SectionMismatch
-from . import ar_table, denoise_table, e2e_table, node, node_picture
+from . import ar_table, denoise_table, e2e_table, node, node_picture, vae_table
 from .ar_table import ArOptions
 from .denoise import STEPS
 from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
@@ -27,9 +27,10 @@ from .node import NodeOptions
 from .node_launch import EqualDigests, StartLaunch
 from .node_picture import PictureOptions
 from .report import write_result
+from .vae_table import VaeOptions
 
-TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table}
-OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions}
+TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table, "vae": vae_table}
+OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions, "vae": VaeOptions}
 TOKENS = 1024
 """Of one text of bench node."""
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
@@ -42,7 +43,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
-    if options.command in ("ar", "denoise", "e2e", "node") and options.device == "cpu":
+    if options.command in ("ar", "denoise", "e2e", "node", "vae") and options.device == "cpu":
         if options.scale != "small":
             raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
     elif not torch.cuda.is_available():
@@ -55,7 +56,7 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
     if options.command == "node":
         _node(options, launch, equal_digests)
         return 0
-    {"ar": _ar, "denoise": _denoise, "e2e": _e2e}[options.command](options, start_ranks)
+    {"ar": _ar, "denoise": _denoise, "e2e": _e2e, "vae": _vae}[options.command](options, start_ranks)
     return 0
 
 
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
     _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
+    _add_vae(commands.add_parser("vae", help="decode and encode pictures on one rank and on all: ms, memory, difference"))
     _add_node(commands.add_parser("node", help="text of the Think / Recaption node or a picture by KSampler in ComfyUI: speed on the page, time to cancel"))
     return parser
 
@@ -103,6 +105,24 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     denoise.add_argument("--repeats", type=int, default=3)
     denoise.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _add_vae(vae: argparse.ArgumentParser) -> None:
+    vae.add_argument("--alone", action="store_true", help="one rank makes everything, whatever the number of GPUs")
+    vae.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), help="ranks (default: one for each GPU)")
+    vae.add_argument("--size", type=_size, action="append", default=[], metavar="HxW", help="may be repeated (default: 1024x1024, 2048x2048, the widest)")
+    vae.add_argument("--beside", type=float, default=0.0, metavar="GB", help="memory of each GPU that is taken first, as weights would (default 0)")
+    vae.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    vae.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    vae.add_argument("--repeats", type=int, default=3)
+    vae.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _size(words: str) -> tuple[int, int]:
+    height, _, width = words.partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise argparse.ArgumentTypeError(f"{words!r} is no size in pixels; write height x width, such as 1024x768")
+    return int(height), int(width)
 
 
 def _add_node(node: argparse.ArgumentParser) -> None:
@@ -166,6 +186,19 @@ def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     _measure("denoise", options, run, start_ranks)
 
 
+def _vae(options: argparse.Namespace, start_ranks: StartRanks) -> None:
+    ranks = 1 if options.alone else options.ranks or _device_count(options.device)
+    run = VaeOptions(
+        sizes=tuple(options.size),
+        ranks=ranks,
+        alone=ranks == 1,
+        beside_gb=options.beside,
+        small=options.scale == "small",
+        repeats=options.repeats,
+    )
+    _measure("vae", options, run, start_ranks)
+
+
 def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
     small, picture = options.scale == "small", options.task == "picture"
     if (options.tokens if picture else options.steps) is not None:
@@ -208,7 +241,7 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     _measure("ar", options, run, start_ranks)
 
 
-def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions | E2eOptions, start_ranks: StartRanks) -> None:
+def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions | E2eOptions | VaeOptions, start_ranks: StartRanks) -> None:
     """In this process where one rank is all, else in one process a rank."""
     if not run.alone:
         if options.device == "cuda" and run.ranks > torch.cuda.device_count():
