@@ -33,7 +33,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _kept_by_graphs(device: torch.device) -> int:
-    """Bytes in the pools of recorded graphs that no tensor holds: torch gives them to nobody else."""
+    """Bytes in the pools of recorded graphs that no tensor holds: torch gives them to nobody else, but counts them as reserved."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0  # CUDA's own allocator, which ComfyUI may choose, lists no blocks, and does not count as reserved what graphs keep
     index = torch.cuda.current_device() if device.index is None else device.index
     pools = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
