@@ -20,8 +20,15 @@ from .last_resort import ending_process_after
 from .plan import ParallelPlan
 
 _CONNECTING_S = 30.0
+GLOO_LATER_S = 5.0
 _NCCL_LIMIT = timedelta(days=7)
 """Waits for NCCL have the limits of :mod:`.waiting` and :mod:`.device_watch`."""
+
+
+def gloo_limit(timeout_s: float) -> timedelta:
+    """A peer that never arrives must not hold this rank for gloo's default of 30 minutes. Where ranks wait they have the limit ``timeout_s`` of their own
+    and say who stayed away; gloo, which cannot, comes later."""
+    return timedelta(seconds=max(timeout_s + GLOO_LATER_S, 10.0))
 
 
 class ProcessGroups:
@@ -62,8 +69,7 @@ class ProcessGroups:
         # torch names groups by their number in this process, and forgets to count anew when the first one of all could not be made: ranks that had
         # got there would look for their peers under another name for ever.
         distributed_c10d._world.group_count = 0
-        # A peer that never arrives must not hold this rank for gloo's default of 30 minutes.
-        limit = timedelta(seconds=max(timeout_s, 10.0))
+        limit = gloo_limit(timeout_s)
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"groups/{generation}", store),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phase_parallel.parallel.groups import ProcessGroups
+from phase_parallel.parallel.groups import ProcessGroups, gloo_limit
 from phase_parallel.parallel.plan import make_plan
 
 
@@ -93,3 +93,8 @@ def test_kernels_are_ended_once() -> None:
     groups.end_kernels()
     groups.abort()
     assert log == ["abort"]
+
+
+@pytest.mark.parametrize("own", [0.5, 5.0, 20.0, 60.0])
+def test_gloo_gives_up_later_than_the_ranks_own_limit(own: float) -> None:
+    assert gloo_limit(own).total_seconds() > own, "else gloo's sentence, which names nobody, may come first"
