@@ -31,7 +31,7 @@ LOOK_NS = 1_000_000
 def reduce_residual_norm_eager(
     summands: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``summands [ranks, H]`` in rank order -> (residual + their fp32 sum, RMSNorm of it)."""
+    """``summands [ranks, ..., H]`` in rank order -> (residual + their fp32 sum, RMSNorm of it)."""
     total = summands[0].float()
     for summand in summands[1:]:
         total = total + summand.float()

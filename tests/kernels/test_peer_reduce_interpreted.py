@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import triton.language as tl
+from spinning import spin_in_python
 
 from phase_parallel.kernels import peer_reduce
 from phase_parallel.kernels.peer_gather import gather_bytes, gathered, gemv_gather, gemv_gather_eager
@@ -21,27 +19,6 @@ from phase_parallel.parallel.abort_word import AbortWord
 
 EPS = 1e-5
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernel is tested")
-
-
-def spin_in_python(address: tl.tensor, target: tl.tensor, timeout_ns: tl.tensor, abort: tl.tensor, look_ns: tl.tensor) -> tl.tensor:
-    """``_spin_until``, whose assembly the interpreter does not know, in its own words."""
-    started, look = time.monotonic_ns(), int(look_ns.handle.data[0])
-    reached = np.zeros(address.handle.data.shape, np.int32)
-    for place, counter in enumerate(address.handle.data):
-        while not reached[place]:
-            reached[place] = word_at(counter) >= int(target.handle.data[place])
-            passed = time.monotonic_ns() - started
-            if passed > int(timeout_ns.handle.data[place]):
-                break
-            if passed >= look:
-                look = passed + int(look_ns.handle.data[0])
-                if word_at(abort.handle.data[place]):
-                    break
-    return tl.where(target == target, tl.tensor(type(target.handle)(reached, tl.int32), target.type), 0)
-
-
-def word_at(address: int) -> int:
-    return ctypes.c_int32.from_address(int(address)).value
 
 
 @pytest.fixture(autouse=True)
