@@ -100,6 +100,7 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--moe-layout", choices=MOE_LAYOUTS, help="(default: both)")
     denoise.add_argument("--moe-path", choices=MOE_PATHS, help="(default: both)")
     denoise.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto", help="who computes the routed experts (default: as the other kernels)")
+    denoise.add_argument("--reduction", choices=("auto", "group"), default="auto", help="group: NCCL adds up the ranks' parts, and nothing is recorded")
     denoise.add_argument("--layers", type=int, default=32)
     denoise.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
@@ -179,6 +180,7 @@ def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         layouts=() if options.moe_layout is None else (options.moe_layout,),
         paths=() if options.moe_path is None else (options.moe_path,),
         moe_backend=options.moe_backend,
+        reduction=options.reduction,
         layers=2 if options.scale == "small" else options.layers,
         small=options.scale == "small",
         repeats=options.repeats,

@@ -46,6 +46,8 @@ class StepRow:
     cfg: str
     launch: str
     """eager: every kernel by the host; graph: one recorded step, replayed."""
+    reduction: str
+    """How the ranks' summands were added up: group or peer memory."""
     ms_per_step: Spread
     ms_device: float
     floor_ms: float
@@ -136,6 +138,7 @@ def measure_step(
         "left_out": {f"{t.kind} of {t.ranks} ranks, {t.nbytes} bytes": count for t, count in left_out.items()},
         "left_out_ms": collectives_ms(left_out),
         "busiest_expert": busiest,
+        "reduction": model.row_reduction().name,
     }
     for launch in step.denoisers:
         yield StepRow(launch=launch, **about, **_timed(step, launch, repeats, barrier))
@@ -148,13 +151,15 @@ def _timed(step: GuidedStep, launch: str, repeats: int, barrier: Callable[[], No
         torch.cuda.reset_peak_memory_stats(device)
     spread = wall_milliseconds(lambda: step(launch), device, repeats=repeats, barrier=barrier)
     split = kernel_split(lambda: step(launch), device)
+    digest = hashlib.sha256(step(launch).cpu().numpy().tobytes()).hexdigest()[:16]
+    step.denoisers[launch].require()
     return {
         "ms_per_step": spread,
         "ms_device": sum(split.values()) / 1e3,
         "groups_us": by_group(split),
         "split_us": split,
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0,
-        "digest": hashlib.sha256(step(launch).cpu().numpy().tobytes()).hexdigest()[:16],
+        "digest": digest,
     }
 
 

@@ -14,6 +14,7 @@ from ..kernels.kernel_set import MoeBackend
 from ..kernels.moe import MoeLayout, MoePath
 from ..models.hunyuan_image_3.denoise import CfgMode
 from ..models.hunyuan_image_3.loading import LoadOptions
+from ..models.reduction import ReductionChoice
 from ..parallel.cluster import Cluster
 from ..parallel.collectives import Communicator
 from ..parallel.plan import AttentionKind, DenoiseKind, ParallelPlan, PlanName, make_plan
@@ -65,6 +66,7 @@ class DenoiseOptions:
     layouts: tuple[MoeLayout, ...]
     paths: tuple[MoePath, ...]
     moe_backend: MoeBackend
+    reduction: ReductionChoice
     layers: int
     small: bool
     repeats: int
@@ -189,7 +191,7 @@ def _measure(
     device: torch.device,
     barrier: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    load = checked_options(LoadOptions(moe_layout=case.layout, moe_path=case.path, moe_backend=options.moe_backend), device)
+    load = checked_options(LoadOptions(moe_layout=case.layout, moe_path=case.path, moe_backend=options.moe_backend, reduction=options.reduction), device)
     model = shards.get(plan, load).model(built.config, plan, comm, load, device)
     one_piece = plan.micro_count == 1
     moe = f"{'one piece' if one_piece else f'{case.layout} {case.path}'}, {model.weights['denoise'].kernels.moe_words}"
@@ -214,7 +216,7 @@ def row_words(row: dict[str, Any], alone: bool) -> str:
     if alone:
         left_out = f", left out {'not known' if row['left_out_ms'] is None else format(row['left_out_ms'], '.1f')}"
     return (
-        f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8} {row['launch']:5}"
+        f"{row['task']:5} {row['prefix']:5}+{row['image_tokens']} {row['scheme']:17} {row['moe']:32} {row['cfg']:8} {row['launch']:5} {row['reduction']:11}"
         f"{ms['median']:9.2f} ms/step ({ms['minimum']:.2f} … {ms['maximum']:.2f}), kernels {row['ms_device']:.2f}, "
         f"floor {floor:.2f}: {100 * floor / ms['median']:.0f} %{left_out}, {row['peak_gb']:.1f} GB, busiest expert {row['busiest_expert']:.2f} x, "
         f"latent {row['digest'][:6]}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("collectives", r"nccl"),
+    ("collectives", r"nccl|_reduce_rows"),
     ("experts", r"_(up|down)_by_|multiply_groups|_sort_rows|_combine|_place|moe|grouped"),
     ("router", r"_route_tokens"),
     ("attention", r"sdpa|flash|fmha|_attend_rows|^_join"),

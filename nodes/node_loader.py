@@ -115,8 +115,8 @@ def weights_words(folder: str) -> str:
 
 
 def backend_words(measured: dict[str, str]) -> str:
-    """Which kernels run on this rank, who computes the experts and how text is written, with the reasons that the engine gave."""
-    return f"kernels {measured['kernels']}; experts {measured['moe']}; text {measured['decode']}"
+    """Which kernels run on this rank, who computes the experts, how text is written and how a drawing adds up, with the reasons that the engine gave."""
+    return f"kernels {measured['kernels']}; experts {measured['moe']}; text {measured['decode']}; picture sums {measured['rows']}"
 
 
 def sampler_hint(engine: EngineHandle) -> str:

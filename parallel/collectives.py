@@ -216,7 +216,7 @@ class PhaseView:
             raise CollectiveError(
                 f"row_reduce got a {type(partial).__name__}, not a partial product; a column-parallel or reduced tensor must not be summed again"
             )
-        # Without peers it may stand in a recorded step, which one rank replays while another launches it: nothing that ranks compare.
+        # Ranks compare what they exchange, and a rank without peers exchanges nothing.
         self._record("row_reduce", partial.site, partial._summand, alone=self.topology.tp_size == 1)
         return partial._summand
 

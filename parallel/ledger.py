@@ -35,6 +35,7 @@ class Ledger:
 
     def __init__(self, tail_length: int = 512):
         self._tail: deque[str] = deque(maxlen=tail_length)
+        self._apart: list[str] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -62,7 +63,24 @@ class Ledger:
         """
         self._append(f"{phase} takes {what}")
 
+    @contextmanager
+    def apart(self) -> Iterator[list[str]]:
+        """What the body makes is counted as ever, and its entries go into the list: it is put down to be made later, with :meth:`repeat`."""
+        outer, self._apart = self._apart, []
+        try:
+            yield self._apart
+        finally:
+            self._apart = outer
+
+    def repeat(self, entries: Sequence[str]) -> None:
+        """What was put down :meth:`apart` is made now."""
+        for entry in entries:
+            self._append(entry)
+
     def _append(self, entry: str) -> None:
+        if self._apart is not None:
+            self._apart.append(entry)
+            return
         self._hash.update(entry.encode() + b"\n")
         self._tail.append(entry)
         self._length += 1

@@ -50,8 +50,8 @@ class Denoiser:
     """Velocity of rows on all ranks of a plan; equal bits everywhere."""
 
     def __init__(self, model: HunyuanImage3Model, prefixes: PrefixStore, *, cfg_mode: CfgMode = "batched", graphs: bool = True, alone: bool = False):
-        """``graphs`` False launches every step anew (for comparisons); on a CPU and between ranks that is so anyway, unless this rank is measured
-        ``alone``, with collectives that do nothing."""
+        """``graphs`` False launches every step anew (for comparisons); so it is anyway on a CPU and where a process group works inside a step, unless
+        this rank is measured ``alone``, with collectives that do nothing."""
         if cfg_mode not in CFG_MODES:
             raise ValueError(f"unknown CFG mode {cfg_mode!r}; choose one of {', '.join(CFG_MODES)}")
         self._model = model
@@ -70,6 +70,10 @@ class Denoiser:
         if self._graphs is not None:
             self._graphs.release()
 
+    def require(self) -> None:
+        """Raises CollectiveTimeout when a step that the device has ended lacks the part of a peer; once the device was awaited, that is every step."""
+        self._model.row_reduction().require()
+
     def note(self, row: TokenRow) -> None:
         """The next comparison of ledgers shows a rank that has another row, before a collective of another size does."""
         self._model.comm.ledger.note("denoise", row.name())
@@ -78,14 +82,17 @@ class Denoiser:
         """``latents [b, C, h, w]`` fp32 -> velocity ``[n, C, h, w]`` fp32 in the order of ``rows``.
 
         With CFG parallel and as many conditional as unconditional rows, each half of the ranks computes one branch; otherwise every rank
-        computes every row.
+        computes every row. Nobody waits for the device: :meth:`require` says later whether the velocity may be used.
         """
+        reduction = self._model.row_reduction()
+        reduction.require()  # of the steps before
         view = self._model.comm.phase("denoise")
         split, by_branch = self._split(rows)
         caches = self.prepare(rows)
         mine = by_branch[view.topology.cfg_rank] if split else list(range(len(rows)))
         blocks = [BlockRow(rows[i].row, caches[i], rows[i].latent) for i in mine]
         out = self._forward(blocks, latents, step)
+        reduction.follow()
         if not split:
             return out
         gathered = self._gather_branches(out, view)

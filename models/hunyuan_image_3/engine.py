@@ -134,7 +134,7 @@ class Engine:
     def velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """``latents [b, C, h, w]`` -> ``[n, C, h, w]`` fp32; one step of somebody else's sampler."""
         out = self.denoiser.velocity(rows, latents.to(self.model.device, torch.float32), step)
-        self.model.comm.await_device("a step of the picture")
+        self._await_steps("a step of the picture")
         return self._finite(out, f"the velocity at timestep {step.timestep:g}")
 
     def sample(
@@ -158,7 +158,7 @@ class Engine:
             check=check,
             trace=trace,
         )
-        self.model.comm.await_device("the last step of the picture")
+        self._await_steps("the last step of the picture")
         return self._finite(latent, "the final latent")
 
     def previews(self, request: ImageRequest, report: Report) -> Callable[[int, StepTrace], None]:
@@ -168,7 +168,7 @@ class Engine:
 
         def show(index: int, step: StepTrace) -> None:
             expected = step.latent_in - float(sigmas[index]) * step.pred
-            self.model.comm.await_device("a step of the picture")
+            self._await_steps("a step of the picture")
             report({"kind": "steps", "done": index + 1, "total": request.steps, "latents": expected.cpu()})
 
         return show
@@ -209,6 +209,11 @@ class Engine:
         mine = free_bytes(self.model.device)
         free = [row[0] for row in comm.control_gather([-1 if mine is None else mine])]
         return VaeRoom.of(vae, height=height, width=width, ranks=comm.plan.world_size, free=None if -1 in free else min(free))
+
+    def _await_steps(self, what: str) -> None:
+        """Before anybody sees what they have computed."""
+        self.model.comm.await_device(what)
+        self.denoiser.require()
 
     def _finite(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         if not bool(torch.isfinite(tensor).all()):

@@ -36,7 +36,7 @@ DEVICE_HEADROOM = 2 << 30
 @dataclass(frozen=True)
 class LoadOptions:
     """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json. ``decode``: how tokens are written; ``reduction``: how a
-    step of that on the device adds up the ranks' summands. ``moe_backend``: who computes the routed experts; auto follows ``kernels``."""
+    step of that on the device adds up the ranks' summands, and with ``group`` also a step of a picture. ``moe_backend``: who computes the routed experts; auto follows ``kernels``."""
 
     weight_dtype: WeightDtype = "auto"
     moe_layout: MoeLayout = "micro_major"
@@ -149,7 +149,9 @@ def build_model(
     if device.type == "cuda":
         order_convolutions(resident, kinds)
     around = around_modules(config, resident, kinds, kernels)
-    return HunyuanImage3Model(config, plan, comm, weights, around, device=device, dtype=dtype, resident=resident)
+    return HunyuanImage3Model(
+        config, plan, comm, weights, around, device=device, dtype=dtype, resident=resident, reduction=options.reduction
+    )
 
 
 def check_experts_fit(config: HunyuanImage3Config, plan: ParallelPlan, options: LoadOptions) -> None:

@@ -16,6 +16,8 @@ import torch
 from ...kernels.attention_runs import plan_runs
 from ...parallel.collectives import Communicator, PhaseView
 from ...parallel.plan import ParallelPlan, Phase
+from ..reduction import ReductionChoice
+from ..row_reduction import GroupRows, RowReduction, choose_row_reduction
 from .config import HunyuanImage3Config
 from .kv_cache import KVCache
 from .token_row import TokenRow, rope_tables
@@ -93,8 +95,9 @@ class HunyuanImage3Model:
         device: torch.device,
         dtype: torch.dtype,
         resident: Mapping[str, torch.Tensor],
+        reduction: ReductionChoice = "auto",
     ):
-        """``resident``: all weights of this rank by name; ``weights`` and ``around`` are views of them."""
+        """``resident``: all weights of this rank by name; ``weights`` and ``around`` are views of them. ``reduction``: see :meth:`row_reduction`."""
         self.resident = resident
         self.config = config
         self.plan = plan
@@ -104,6 +107,24 @@ class HunyuanImage3Model:
         self.device = device
         self.dtype = dtype
         self._tables: OrderedDict[tuple[TokenRow, int, int], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._reduce = reduction
+        self._connected: Communicator | None = None
+        self._rows: RowReduction | None = None
+        self.rows_reason = ""
+
+    def row_reduction(self) -> RowReduction:
+        """Who adds up the ranks' summands in a denoise step; ``rows_reason`` says why. Collective where the communicator is new."""
+        if self._connected is not self.comm:
+            self._rows = None  # its memory goes back first
+            # In inference mode it would make buffers that nobody may write elsewhere.
+            with torch.inference_mode(False):
+                kernels = self.weights["denoise"].kernels
+                self._rows, self.rows_reason = choose_row_reduction(
+                    self.comm, kernels, self.config.hidden_size, self.dtype, self.device, self._reduce
+                )
+            self._connected = self.comm
+        assert self._rows is not None
+        return self._rows
 
     def new_cache(self, capacity: int, phase: Phase) -> KVCache:
         """Empty cache with the KV heads that this rank attends with in ``phase``."""
@@ -152,7 +173,7 @@ class HunyuanImage3Model:
         slices = [s for s in row.full_slices(self.config.cond_token_attn_type) if s[0] < stop]
         cos, sin = self.tables(row, start, stop)
         slot = Slot(cache, start, stop - start, plan_runs(start, stop, slices), cos, sin)
-        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), stop - start), view, self.plan.attention, probe)
+        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), stop - start), view, self.plan.attention, _by_group(weights), probe)
         cache.length = stop
         return hidden
 
@@ -184,7 +205,7 @@ class HunyuanImage3Model:
         cos, sin = rope_tables(torch.full((1, 2), position, device=self.device), self.config.head_dim, self.config.rope_theta)
         runs = plan_runs(position, position + 1, ())
         slot = Slot(cache, position, 1, runs, cos, sin)
-        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), 1), view, self.plan.attention)
+        hidden = forward_layers(hidden, weights, ForwardBatch((slot,), 1), view, self.plan.attention, _by_group(weights))
         cache.length = position + 1
         return self.next_logits(hidden, "decode")[0]
 
@@ -227,7 +248,7 @@ class HunyuanImage3Model:
             hidden[number, : part.shape[0]] = part
             hidden[number, part.shape[0] :] = 0.0
         batch = ForwardBatch(tuple(slot for slot, _ in rows), padded)
-        hidden = forward_layers(hidden.flatten(0, 1), weights, batch, view, self.plan.attention)
+        hidden = forward_layers(hidden.flatten(0, 1), weights, batch, view, self.plan.attention, self.row_reduction())
         whole = self._gather_rows(hidden, len(rows), view)[:, :length]
         h, w = grid
         image = whole[:, length - h * w :]
@@ -257,3 +278,7 @@ class HunyuanImage3Model:
         image = self.around.patch_embed(latents, self.around.time_embed(t))
         specials = torch.stack([part.to(self.dtype) for part in parts], dim=1)
         return torch.cat([specials, image.to(self.dtype)], dim=1)
+
+
+def _by_group(weights: TrunkWeights) -> GroupRows:
+    return GroupRows(weights.kernels.residual_norm)

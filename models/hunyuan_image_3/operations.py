@@ -118,10 +118,11 @@ def _engine(context: OperationContext, args: dict[str, Any]) -> Engine:
 @register(f"{MODEL}.load")
 def load(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Nothing but the engine; returns what a node shows of it, and as measured, since devices may differ: which kernels run, who computes
-    the experts, and how text is written."""
+    the experts, how text is written, and how a drawing adds up the ranks' parts."""
     engine = _engine(context, args)
+    engine.model.row_reduction()  # opens peers' memory while the user waits for the weights anyway
     resident = sum(p.nbytes for p in engine.model.around.parameters())
-    backend = {"kernels": engine.kernels_reason, "moe": engine.moe_words, "decode": engine.text.decode_reason}
+    backend = {"kernels": engine.kernels_reason, "moe": engine.moe_words, "decode": engine.text.decode_reason, "rows": engine.model.rows_reason}
     return {"plan": context.plan.describe(), "around_bytes": resident, "measured": backend}, {}
 
 

@@ -1,7 +1,10 @@
 """Denoise steps as CUDA graphs: the second step of the same rows is recorded, and every one after it replayed.
 
-A recorded step reads the latents and the step's numbers from buffers of its own; weights, K/V caches, rotary tables and attention schedules it reads where
-they lay when it was recorded. A graph does not keep them alive, so this module does: the caches as long as the prefixes are kept, the others always.
+A recorded step reads the latents and the step's numbers from buffers of its own; weights, K/V caches, rotary tables, attention schedules and peers' memory
+it finds where they lay when it was recorded. A graph does not keep them alive, so this module does: the caches as long as the prefixes are kept, the
+others always.
+
+Two ranks that add up through each other's memory need not both replay: what a rank launches and what it replays exchange the same in the same order.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.row_schedule import Schedule, collect_schedules
-from ...parallel.plan import ParallelPlan
+from ...parallel.ledger import Ledger
 from ..graph_recording import record_graph
+from ..row_reduction import RowReduction
 from .model import BlockRow, HunyuanImage3Model, StepInputs, StepTensors
 from .prefix import MAX_ROWS, PrefixStore
 from .transformer import Slot
@@ -29,14 +33,12 @@ def why_not_recorded(model: HunyuanImage3Model, *, alone: bool = False) -> str |
     if model.weights["denoise"].kernels.name != "fused":
         return "eager kernels wait for the device"
     # Groups cannot end before a graph that holds their collectives. What the ranks of the guidance branches exchange comes behind a recorded step.
-    if not alone and exchanges_inside(model.plan):
-        return "the ranks of a step exchange data inside it"
+    topology = model.plan.topology("denoise")
+    if not alone and topology.sp_size > 1:
+        return "the process group exchanges the tokens of a step inside it"
+    if not alone and topology.tp_size > 1 and not model.row_reduction().recordable:
+        return "the process group adds up the summands of a step inside it"
     return None
-
-
-def exchanges_inside(plan: ParallelPlan) -> bool:
-    topology = plan.topology("denoise")
-    return topology.tp_size > 1 or topology.sp_size > 1
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class _Recorded:
     latents: torch.Tensor
     step: StepTensors
     velocity: torch.Tensor
-    held: tuple[Sequence[tuple[Slot, int]], Sequence[Schedule]]
+    collectives: Sequence[str]
+    held: tuple[Sequence[tuple[Slot, int]], Sequence[Schedule], RowReduction]
 
-    def replay(self, latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    def replay(self, latents: torch.Tensor, step: StepInputs, ledger: Ledger) -> torch.Tensor:
         self.latents.copy_(latents)
         self.step.set(step)
         self.graph.replay()
+        ledger.repeat(self.collectives)
         return self.velocity.clone()
 
 
@@ -82,7 +86,7 @@ class StepGraphs:
         else:
             recorded = known[1]
         self._steps.move_to_end(key)
-        return None if recorded is None else recorded.replay(latents, step)
+        return None if recorded is None else recorded.replay(latents, step, self._model.comm.ledger)
 
     def _forget(self) -> None:
         """Steps whose prefixes are kept no more, and those too many."""
@@ -101,6 +105,8 @@ class StepGraphs:
         own, numbers = latents.clone(), StepTensors.of(step, model.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with collect_schedules() as schedules:
+        # What is recorded has not run: it counts with every replay, so that a rank that replays has made the same as one that launches.
+        with collect_schedules() as schedules, model.comm.ledger.apart() as collectives:
             graph, velocity = record_graph(lambda: launch(slots, own, numbers), self._pool)
-        return _Recorded(graph, own, numbers, velocity, (slots, tuple({id(schedule): schedule for schedule in schedules}.values())))
+        held = (slots, tuple({id(schedule): schedule for schedule in schedules}.values()), model.row_reduction())
+        return _Recorded(graph, own, numbers, velocity, tuple(collectives), held)

@@ -21,6 +21,7 @@ from ...parallel.collectives import Partial, PhaseView
 from ...parallel.ledger import Role
 from ...parallel.plan import AttentionKind
 from ...parallel.resident import Weight, project
+from ..row_reduction import RowReduction
 from .kv_cache import KVCache
 
 
@@ -125,9 +126,10 @@ def forward_layers(
     batch: ForwardBatch,
     view: PhaseView,
     attention: AttentionKind,
+    reduce: RowReduction,
     probe: Mapping[str, list] | None = None,
 ) -> torch.Tensor:
-    """``hidden [n·T/sp, H]`` (slot by slot) through all layers; K/V of every slot are written to its cache.
+    """``hidden [n·T/sp, H]`` (slot by slot) through all layers; K/V of every slot are written to its cache. ``reduce`` makes the sums of a layer.
 
     ``probe`` collects per-layer ``hidden``, ``router_logits``, ``router_ids`` and ``router_weights`` for comparisons.
     """
@@ -136,12 +138,10 @@ def forward_layers(
         normed = kernels.norm(hidden, weights.layers[0].input_layernorm, weights.eps)
         for index, layer in enumerate(weights.layers):
             attended = _attention(normed, layer, index, weights, batch, view, attention)
-            reduced = view.row_reduce(project(attended, layer.o_proj))
-            hidden, normed = kernels.residual_norm(reduced, hidden, layer.post_attention_layernorm, weights.eps)
-            reduced = view.row_reduce(_moe(normed, layer, kernels, probe))
+            hidden, normed = reduce(view, project(attended, layer.o_proj), hidden, layer.post_attention_layernorm, weights.eps)
             # After the last layer comes another norm, or none: whoever goes on knows.
             following = weights.layers[index + 1].input_layernorm if index + 1 < len(weights.layers) else weights.ln_f
-            hidden, normed = kernels.residual_norm(reduced, hidden, following, weights.eps)
+            hidden, normed = reduce(view, _moe(normed, layer, kernels, probe), hidden, following, weights.eps)
             if probe is not None:
                 probe["hidden"].append(hidden.clone())
     return hidden

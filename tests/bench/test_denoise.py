@@ -34,7 +34,7 @@ def meta_model(scheme: str, layout: str = "micro_major") -> HunyuanImage3Model:
 
 
 def options_of(**changes: object) -> DenoiseOptions:
-    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "moe_backend": "auto"}
+    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "moe_backend": "auto", "reduction": "auto"}
     return DenoiseOptions(**(settings | {"layers": 2, "small": True, "repeats": 1} | changes))
 
 
@@ -168,11 +168,13 @@ def test_kernels_are_grouped_by_what_they_are_for() -> None:
         "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN": 3.0,
         "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": 2.5,
         "_combine": 2.0,
+        "_reduce_rows": 1.5,
+        "_residual_norm": 0.25,
         "Memcpy DtoD (Device -> Device)": 1.0,
         "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda(": 0.5,
     }
     assert by_group(split) == {
-        "experts": 7.0, "attention": 4.0, "dense products": 3.0, "convolutions": 2.5, "copies": 1.0, "element-wise and other": 0.5,
+        "experts": 7.0, "attention": 4.0, "dense products": 3.0, "convolutions": 2.5, "collectives": 1.5, "copies": 1.0, "rotary and norms": 0.25, "element-wise and other": 0.5,
     }  # fmt: skip
 
 

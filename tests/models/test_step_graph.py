@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from phase_parallel.models.hunyuan_image_3.engine import Engine
 from phase_parallel.models.hunyuan_image_3.model import StepInputs
 from phase_parallel.models.hunyuan_image_3.schedule import flow_sigmas
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
-from phase_parallel.models.hunyuan_image_3.step_graph import exchanges_inside, why_not_recorded
+from phase_parallel.models.hunyuan_image_3.step_graph import why_not_recorded
 from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.ledger import Ledger
 from phase_parallel.parallel.plan import ParallelPlan, make_plan
@@ -154,41 +155,62 @@ def test_on_a_cpu_nothing_is_recorded(eight_ways: Path) -> None:
     assert why_not_recorded(engine.model) == "no CUDA device" and not engine.denoiser.records
 
 
+TOKENS, SUMMANDS = "the process group exchanges the tokens of a step inside it", "the process group adds up the summands of a step inside it"
+
+
 @pytest.mark.parametrize(
-    ("plan", "recorded"),
+    ("plan", "by_group", "through_peers"),
     [
-        (make_plan("single", world_size=1), True),
-        (make_plan("replicated", world_size=2, denoise="cfg"), True),  # branches are exchanged behind the step
-        (make_plan("replicated", world_size=2, denoise="sp"), False),
-        (make_plan("tp", world_size=2), False),
-        (make_plan("hybrid", world_size=4, denoise="cfg"), False),
+        (make_plan("single", world_size=1), None, None),
+        (make_plan("replicated", world_size=2, denoise="cfg"), None, None),  # branches are exchanged behind the step
+        (make_plan("replicated", world_size=2, denoise="sp"), TOKENS, TOKENS),
+        (make_plan("tp", world_size=2), SUMMANDS, None),
+        (make_plan("hybrid", world_size=4, denoise="cfg"), SUMMANDS, None),
+        (make_plan("hybrid", world_size=4, denoise="sp"), TOKENS, TOKENS),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelPlan) else "",
 )
-def test_only_steps_that_exchange_nothing_are_recorded(plan: ParallelPlan, recorded: bool) -> None:
-    assert exchanges_inside(plan) is not recorded
+def test_steps_with_a_process_group_inside_are_not_recorded(plan: ParallelPlan, by_group: str | None, through_peers: str | None) -> None:
+    for recordable, reason in ((False, by_group), (True, through_peers)):
+        weights = {"denoise": SimpleNamespace(kernels=SimpleNamespace(name="fused"))}
+        rows = SimpleNamespace(recordable=recordable)
+        model = SimpleNamespace(device=torch.device("cuda"), plan=plan, weights=weights, row_reduction=lambda rows=rows: rows)
+        assert why_not_recorded(model) == reason
+        assert why_not_recorded(model, alone=True) is None
 
 
-def test_one_branch_replays_while_the_other_is_new(eight_ways: Path, records: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("replicated", 2), ("hybrid", 4)])
+def test_one_branch_replays_while_the_other_is_new(
+    name: str, ranks: int, eight_ways: Path, records: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another text with the same negative one: what the ranks compare must not tell a replay from a step that was launched."""
-    append, replay, replaying = Ledger._append, Launcher.replay, threading.local()
+    record, replay, replaying = Ledger.record, Launcher.replay, threading.local()
 
     def silent_replay(self: Launcher) -> None:  # what a graph launches is no call of Python
         replaying.now = True
         replay(self)
         replaying.now = False
 
+    def silent_record(self: Ledger, *entry: object, **more: object) -> None:
+        if getattr(replaying, "now", False):
+            self.counts[entry[1]] += 1
+        else:
+            record(self, *entry, **more)
+
     monkeypatch.setattr(Launcher, "replay", silent_replay)
-    monkeypatch.setattr(Ledger, "_append", lambda self, entry: None if getattr(replaying, "now", False) else append(self, entry))
+    monkeypatch.setattr(Ledger, "record", silent_record)
 
     def work(plan: ParallelPlan, comm: Communicator) -> list[tuple[int, int]]:
-        engine, digests = engine_of(eight_ways, plan, comm), []
+        engine, digests, lengths = engine_of(eight_ways, plan, comm), [], []
         for prompt in ("a kite", "a boat"):
             rows = [DenoiseRow(rows_of(engine, prompt).cond, "cond"), DenoiseRow(rows_of(engine).uncond, "uncond")]
             for _ in range(3):
                 engine.denoiser.velocity(rows, noise_of(engine), StepInputs(700.0))
                 digests.append(comm.ledger.digest())
+                lengths.append(comm.ledger.tail()["first"] + len(comm.ledger.tail()["entries"]))
+            sums = 2 * engine.config.num_hidden_layers if plan.topology("denoise").tp_size > 1 else 0
+            assert lengths[-1] - lengths[-2] == lengths[-2] - lengths[-3] == sums + 1, "recorded and replayed, it says the sums and the branches' gather"
         return digests
 
-    first, second = run_ranks(work, "replicated", world_size=2, denoise="cfg")
-    assert first == second
+    digests = run_ranks(work, name, world_size=ranks, denoise="cfg")
+    assert all(other == digests[0] for other in digests)

@@ -87,8 +87,8 @@ def test_speed_line_has_no_reasons_and_needs_two_tokens() -> None:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ("auto", "kernels eager: no CUDA device; experts eager; text eager: no CUDA device"),
-        ("eager", "kernels eager: chosen; experts eager; text eager: eager kernels were chosen"),
+        ("auto", "kernels eager: no CUDA device; experts eager; text eager: no CUDA device; picture sums one rank: nothing to reduce"),
+        ("eager", "kernels eager: chosen; experts eager; text eager: eager kernels were chosen; picture sums one rank: nothing to reduce"),
     ],
 )
 def test_loader_says_which_kernels_run_and_why(small_instruct: Path, kernels: str, words: str) -> None:

@@ -79,6 +79,26 @@ def test_notes_count_in_the_digest_but_not_as_collectives() -> None:
     assert first_difference([one.tail(), one.tail(), other.tail()]).endswith("but rank 2 made `prefill takes row b`")
 
 
+def test_what_was_put_down_counts_when_it_is_repeated() -> None:
+    """A step that is recorded is made with each replay, and a rank that launches it has made the same."""
+    recording, launching = filled("a"), filled("a")
+    with recording.apart() as entries:
+        recording.record("denoise", "row_reduce", "b", (2, 3), "torch.float32")
+    assert recording.digest() == launching.digest() and recording.counts["row_reduce"] == 2
+    for _ in range(2):
+        launching.record("denoise", "row_reduce", "b", (2, 3), "torch.float32")
+        recording.repeat(entries)
+        assert recording.digest() == launching.digest() and recording.tail() == launching.tail()
+
+
+def test_an_error_while_putting_down_leaves_the_ledger_as_it_was() -> None:
+    ledger = filled("a")
+    with pytest.raises(KeyError), ledger.apart():
+        raise KeyError
+    ledger.note("denoise", "b")
+    assert ledger.tail()["entries"][-1] == "denoise takes b"
+
+
 def test_roles_are_those_of_the_design() -> None:
     design = {"row_reduce", "vocab_gather", "seq_to_heads", "heads_to_seq", "kv_gather", "seq_gather", "cfg_gather", "broadcast"}
     assert set(ROLES) == design | {"halo_gather", "norm_gather", "picture_gather"}
