@@ -35,8 +35,9 @@ DEVICE_HEADROOM = 2 << 30
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json. ``decode``: how tokens are written; ``reduction``: how a
-    step of that on the device adds up the ranks' summands, and with ``group`` also a step of a picture. ``moe_backend``: who computes the routed experts; auto follows ``kernels``."""
+    """How a checkpoint is kept and computed. ``weight_dtype`` auto follows config.json. ``decode``: how tokens are written; ``reduction``: how a step of
+    that on the device adds up the ranks' summands, and with ``group`` also a step of a picture. ``moe_backend``: who computes the routed experts; auto
+    follows ``kernels``."""
 
     weight_dtype: WeightDtype = "auto"
     moe_layout: MoeLayout = "micro_major"

@@ -34,8 +34,8 @@ def meta_model(scheme: str, layout: str = "micro_major") -> HunyuanImage3Model:
 
 
 def options_of(**changes: object) -> DenoiseOptions:
-    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "moe_backend": "auto", "reduction": "auto"}
-    return DenoiseOptions(**(settings | {"layers": 2, "small": True, "repeats": 1} | changes))
+    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "moe_backend": "auto"}
+    return DenoiseOptions(**(settings | {"reduction": "auto", "layers": 2, "small": True, "repeats": 1} | changes))
 
 
 def test_table_of_one_rank_without_its_peers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,8 @@ def test_kernels_are_grouped_by_what_they_are_for() -> None:
         "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda(": 0.5,
     }
     assert by_group(split) == {
-        "experts": 7.0, "attention": 4.0, "dense products": 3.0, "convolutions": 2.5, "collectives": 1.5, "copies": 1.0, "rotary and norms": 0.25, "element-wise and other": 0.5,
+        "experts": 7.0, "attention": 4.0, "dense products": 3.0, "convolutions": 2.5, "collectives": 1.5, "copies": 1.0,
+        "element-wise and other": 0.5, "rotary and norms": 0.25,
     }  # fmt: skip
 
 
