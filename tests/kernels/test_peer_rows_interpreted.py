@@ -121,6 +121,13 @@ def test_nobody_waits_or_sends_again_after_the_peer_stayed_away() -> None:
     assert torch.equal(pair.flags(0), sent) and pair.rows(0, 2).isnan().all()
 
 
+def test_a_program_that_has_waited_in_vain_neither_waits_nor_sends_again() -> None:
+    """One program with six parts: it has sent the second one before it waits for the first."""
+    pair = Pair(1, 12, 8, programs=1)
+    assert 0.5 < reduce_once(pair, timeout_s=0.5) < 1.5
+    assert pair.flags(0)[:6].tolist() == [1, 1, 0, 0, 0, 0]
+
+
 def test_a_peer_that_comes_too_late_does_not_heal_it() -> None:
     pair = Pair(0, 12, 8)
     reduce_once(pair, timeout_s=0.2)
