@@ -24,7 +24,7 @@ RANKS = 2
 # Rows of one flag: 16 KB of the release's sizes.
 ROWS = 2
 WARPS = 8
-# As many as a multiprocessor's registers hold; while one waits, the other works.
+# As many as a multiprocessor has registers for in bf16; while one waits, the other works.
 PROGRAMS_PER_MULTIPROCESSOR = 2
 CACHE_LINE = 128
 

@@ -65,7 +65,7 @@ def test_two_ranks_made_the_same_latent(tmp_path: Path) -> None:
     assert main([*PROGRAM, "--ranks", "2", "--task", "t2i", "--cfg", "batched", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["scheme"] == "tp2" and row["left_out_ms"] == 0 and row["launch"] == "eager" and len(row["peak_gb_of_ranks"]) == 2
-    assert row["ms_per_step"]["slowest_rank"] >= row["ms_per_step"]["median"]
+    assert row["ms_per_step"]["slowest_rank"] >= row["ms_per_step"]["median"] - 1e-6  # the ranks tell each other whole nanoseconds
 
 
 @pytest.mark.ranks4
