@@ -65,6 +65,7 @@ def denoise(*, folder: str, plan: dict[str, Any], mode: CfgMode, steps: int, loo
             if index + 1 in looks:
                 memory[index + 1] = _memory()
         digest = digest_of({}, {"latent": latent})
+        denoiser.require()
         section.exit(digest)
     return {"digest": digest, "finite": bool(latent.isfinite().all()), "memory": memory, "recorded": denoiser.records}
 

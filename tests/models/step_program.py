@@ -26,7 +26,7 @@ from phase_parallel.parallel.store import JsonStore
 
 RANK = int(os.environ["RANK"])
 HOST, PORT = os.environ["STORE"].split(":")
-DEVICE = torch.device("cuda")
+DEVICE = torch.device(os.environ["DEVICE"])
 
 torch.set_num_threads(1)
 cluster = Cluster(JsonStore.tcp(HOST, int(PORT), "step"), rank=RANK, world_size=2, device=DEVICE, timeout_s=float(os.environ["TIMEOUT_S"]))
@@ -49,20 +49,25 @@ def section_with(folder: str, reduction: str = "auto") -> Iterator[tuple[Section
 
 
 def rows_of(engine: Engine) -> ImageRows:
+    side = engine.config.image_base_size
     return build_image_rows(
-        engine.tokenizer, engine.config, prompt="a cat on a mat " * 20, system_prompt=None, cot_text=None, cond_images=(), height=512, width=512
+        engine.tokenizer, engine.config, prompt="a cat on a mat " * 20, system_prompt=None, cot_text=None, cond_images=(), height=side, width=side
     )
+
+
+def noise_of(engine: Engine) -> torch.Tensor:
+    side = engine.config.image_base_size // engine.config.vae.ffactor_spatial
+    return torch.randn(1, engine.config.vae.latent_channels, side, side, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 def draw(engine: Engine, denoiser: Denoiser, section: Section, steps: int) -> list[torch.Tensor]:
     """The latent and both velocities of every step."""
     rows, found = rows_of(engine), []
-    noise = torch.randn(1, engine.config.vae.latent_channels, 32, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def keep(index: int, step: StepTrace) -> None:
         found.extend((step.pred_cond, step.pred_uncond))
 
-    latent = sample(denoiser, rows.cond, rows.uncond, noise, flow_sigmas(steps, 3.0), guidance=2.5, trace=keep, check=section.check)
+    latent = sample(denoiser, rows.cond, rows.uncond, noise_of(engine), flow_sigmas(steps, 3.0), guidance=2.5, trace=keep, check=section.check)
     engine.model.comm.await_device("the picture")
     denoiser.require()
     return [latent, *found]
@@ -92,7 +97,7 @@ def quiet(*, folder: str, graphs: bool) -> dict[str, Any]:
         denoiser = Denoiser(engine.model, engine.prefixes, graphs=graphs)
         rows = rows_of(engine)
         both = [DenoiseRow(rows.cond, "cond"), DenoiseRow(rows.uncond, "uncond")]
-        noise = torch.randn(1, engine.config.vae.latent_channels, 32, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        noise = noise_of(engine)
 
         def step() -> None:
             denoiser.velocity(both, noise, StepInputs(700.0))
