@@ -20,7 +20,6 @@ SPEC = SyntheticSpec(
     kind="instruct", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, experts=16, topk=4, expert_width=384, vocab=4096,
     max_positions=16384, image_base_size=512, patch_embed_width=128, dtype="bfloat16", max_shard_bytes=64 << 20,
 )  # fmt: skip
-# Below the least limit of gloo, which knows no better sentence.
 LIMIT_S = 8.0
 STEPS = 8
 
