@@ -5,10 +5,13 @@ batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import torch
 
+from ..models.hunyuan_image_3.topology_choice import DenoiseWay
 from . import host_compat
 from .conditioning import RowConditioning
 from .engine_handle import EngineHandle
@@ -52,6 +55,7 @@ class DenoiseCall(torch.nn.Module):
             )
         latents, places = distinct(x)
         args = {
+            "way": asdict(self._way(rows)),
             "rows": [_row_arguments(row) | {"latent": place} for row, place in zip(rows, places, strict=True)],
             "sigma": sigma,
             "sigma_next": next_sigma(options.get("sample_sigmas"), sigma),
@@ -61,6 +65,13 @@ class DenoiseCall(torch.nn.Module):
         node_id = host_compat.running_node_id()
         _, tensors = self.engine.call("denoise", args, {"latents": latents}, node_id=node_id, report=show_words(node_id))
         return tensors["velocity"].to(x.device)
+
+    def _way(self, rows: list[RowConditioning]) -> DenoiseWay:
+        """Guided: one row of each branch for every picture. A conditional row stands for all of them, as they are usually alike."""
+        kinds = [row.kind for row in rows]
+        row = rows[kinds.index("cond")] if "cond" in kinds else rows[0]
+        guided = 0 < kinds.count("cond") == kinds.count("uncond")
+        return self.engine.denoise_way(guided=guided, image_tokens=prod(row.row.gen.grid), prefix=row.row.prefix_length)
 
     def _row(self, handle: int) -> RowConditioning:
         row = self.rows.get(handle)

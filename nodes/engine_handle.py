@@ -20,11 +20,15 @@ from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
 from ..models.hunyuan_image_3.operations import MODEL
 from ..models.hunyuan_image_3.sequence import resolution_table
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
+from ..models.hunyuan_image_3.topology_choice import Case, DenoiseWay, TopologyWish, choose_way
 from ..parallel.plan import ParallelPlan
 from .latent_preview import PreviewFactors
 
 Tensors = dict[str, torch.Tensor]
 Report = Callable[[dict[str, Any]], None]
+
+USUAL_PREFIX = 1251
+"""Tokens in front of a picture without reference pictures, as in the published figures; for words about a plan."""
 
 UNKNOWN_NODE = "0"
 """Node id in keys and messages where a host does not tell which node calls a VAE or MODEL."""
@@ -78,12 +82,19 @@ class EngineHandle:
     """Raises, before any collective, a ValueError that says what is wrong with the folder or the choices."""
 
     def __init__(
-        self, choice: EngineChoice, calls: Calls, *, reason: str = "", residence: Held | None = None
+        self,
+        choice: EngineChoice,
+        calls: Calls,
+        *,
+        reason: str = "",
+        residence: Held | None = None,
+        wish: TopologyWish | None = None,
     ) -> None:
-        """``residence`` None: no ComfyUI manages the memory here, as in a test."""
+        """``residence`` None: no ComfyUI manages the memory here, as in a test. ``wish``: what is fixed of how runs denoise, None as in the plan."""
         options = LoadOptions(choice.weight_dtype, choice.moe_layout, choice.moe_path, choice.kernels, moe_backend=choice.moe_backend)
         check_folder(choice.folder, choice.plan, options)
         self.choice = choice
+        self.wish = wish or TopologyWish.of(choice.plan)
         self.reason = reason
         self.config = HunyuanImage3Config.from_folder(choice.folder)
         self.tokenizer = HunyuanTokenizer.from_folder(choice.folder, self.config)
@@ -107,6 +118,18 @@ class EngineHandle:
     def describe(self) -> str:
         """The checkpoint and how it is split, for messages."""
         return f"{self.name} ({self.choice.plan.describe()}, weights {self.choice.weight_dtype})"
+
+    def plan_words(self) -> str:
+        """The plan, and where it denoises in one way or another both of them, for a picture of the model's own size."""
+        own, usual = self.choice.plan, self.config.image_base_size // self.config.vae.ffactor_spatial
+        ways = [self.denoise_way(guided=guided, image_tokens=usual**2, prefix=USUAL_PREFIX) for guided in (True, False)]
+        guided, other = (own.denoising(way.denoise, way.attention).describe() for way in ways)
+        return guided if guided == other else f"{guided} with guidance, {other.rpartition(' · denoise ')[2]} without"
+
+    def denoise_way(self, *, guided: bool, image_tokens: int, prefix: int) -> DenoiseWay:
+        """How a run is denoised; decided here on rank 0, and sent with the call."""
+        case = Case(guided, image_tokens, prefix)
+        return choose_way(self.choice.plan, self.wish, case, kv_heads=self.config.num_key_value_heads)
 
     def call(
         self,

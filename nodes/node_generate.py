@@ -6,7 +6,8 @@ It needs nothing of the host's samplers, so it is also the way to draw in a Comf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -175,7 +176,10 @@ def draw(
         width=outcome.width,
         references=references,
     )
+    guided = rows.uncond is not None and settings.guidance > 1 and not engine.config.cfg_distilled
+    way = engine.denoise_way(guided=guided, image_tokens=prod(rows.cond.gen.grid), prefix=rows.cond.prefix_length)
     args = {
+        "way": asdict(way),
         "cond": rows.cond.to_json(),
         "uncond": None if rows.uncond is None else rows.uncond.to_json(),
         "height": rows.height,

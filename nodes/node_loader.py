@@ -7,6 +7,7 @@ from typing import Any
 from ..kernels.kernel_set import KERNEL_CHOICES, MOE_BACKENDS
 from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3 import random_weights
+from ..models.hunyuan_image_3.topology_choice import TopologyWish
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES
 from . import checkpoint_folders, host_compat, inputs, plan_choice
 from .driver import process_driver
@@ -100,11 +101,12 @@ class HunyuanImage3Loader:
             weight_dtype=weight_dtype,
         )
         choice = EngineChoice(path, chosen, weight_dtype, moe_layout, moe_path, kernels, moe_backend)
-        engine = EngineHandle(choice, driver, reason=reason, residence=process_residence(driver))
+        wish = TopologyWish(None if denoise == AUTO else denoise, None if attention == AUTO else attention)
+        engine = EngineHandle(choice, driver, reason=reason, residence=process_residence(driver), wish=wish)
         loaded, _ = engine.call("load", {}, {}, node_id=unique_id, report=NodeProgress(unique_id))
         vae = HunyuanVae(engine)
         engine.preview = _preview(engine, vae)
-        lines = (weights_words(path), f"{chosen.describe()} ({reason})", backend_words(loaded["measured"]), sampler_hint(engine))
+        lines = (weights_words(path), f"{engine.plan_words()} ({reason})", backend_words(loaded["measured"]), sampler_hint(engine))
         host_compat.show_text("\n".join(line for line in lines if line), unique_id)
         return build_model(engine), HunyuanText(engine), vae
 
@@ -134,13 +136,14 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
     """Choices for people who measure; none changes the picture."""
     return {
         "denoise": (
-            [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp")],
+            # 'tp' is the newest, and the plan's only way where there is one copy.
+            [AUTO, *(kind for kind in DENOISE_KINDS if kind != "tp"), "tp"],
             {
                 "default": AUTO,
                 "advanced": True,
                 "tooltip": "Plans 'hybrid' and 'replicated': the copies share one picture's tokens ('sp'), each "
-                "takes one branch of guidance "
-                "('cfg'), or both ('cfg_sp').",
+                "takes one branch of guidance ('cfg'), or both ('cfg_sp'); in 'hybrid' all ranks can also stay one group ('tp'). "
+                "'auto' takes for each run what was measured fastest, and the node that draws shows which.",
             },
         ),
         "attention": (
@@ -150,7 +153,7 @@ def _expert_inputs() -> dict[str, inputs.Widget]:
                 "advanced": True,
                 "tooltip": "With 'sp': how attention sees all tokens, by exchanging heads "
                 "('ulysses') or by gathering keys and "
-                "values ('kv_gather'). Same picture.",
+                "values ('kv_gather'). Same picture. 'auto' takes what was measured fastest.",
             },
         ),
         "moe_layout": (

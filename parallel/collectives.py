@@ -17,7 +17,8 @@ from .abort_word import AbortWord
 from .device_watch import DeviceWatch
 from .groups import ProcessGroups
 from .ledger import Ledger, Role, exactly
-from .plan import ParallelPlan, Phase, Topology
+from .plan import ParallelPlan
+from .topology import Phase, Topology
 from .waiting import CollectiveError, await_event, await_work
 
 OWN_LIMIT_FIRST_S = 2.0
@@ -89,6 +90,10 @@ class Communicator:
     def phase(self, phase: Phase) -> PhaseView:
         """The immutable view of one phase. Views are made once; taking one creates no group and allocates nothing."""
         return self._views[phase]
+
+    def denoise_as(self, plan: ParallelPlan) -> None:
+        """From now on denoise has the topology of ``plan``, which keeps the same weights on the same ranks: its groups are there already."""
+        self.plan, self._views["denoise"] = plan, PhaseView(self, plan.topology("denoise"))
 
     def control_gather(self, values: Sequence[int]) -> list[list[int]]:
         """Host-side all-gather of a few int64 over all ranks, by rank; the basis of keys, stop words and digests."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .plan import ParallelPlan, Topology
+from .plan import ParallelPlan
+from .topology import Topology
 
 
 @dataclass

@@ -27,6 +27,7 @@ from .sequence import CondImage, ImageRows, resolution_table
 from .text_generation import TextGenerator, TextRequest, TextResult
 from .text_rules import NotANumberError, StageRules
 from .tokenizer import HunyuanTokenizer
+from .topology_choice import DenoiseWay
 from .vae_memory import VaeRoom, free_bytes
 
 Check = Callable[[int, int], None]
@@ -106,8 +107,19 @@ class Engine:
     def connect(self, comm: Communicator) -> None:
         """Go on with the communicator of a new generation after a fault; weights stay, everything computed with peers is dropped."""
         self.model.comm = comm
+        self.model.denoise_as(comm.plan)
         self.denoiser.release()
         self.prefixes.clear()
+
+    def denoise_as(self, way: DenoiseWay) -> None:
+        """Steps from now on go that way, over the same weights and groups; prefixes of another topology stay, and are that topology's. All ranks
+        call it alike."""
+        plan = self.model.plan.denoising(way.denoise, way.attention)
+        if (plan, way.cfg) != (self.model.plan, self.denoiser.cfg_mode):
+            self.denoiser.release()  # recorded steps would go the old way
+            self.model.denoise_as(plan)
+            self.denoiser.cfg_mode = way.cfg
+        self.model.comm.ledger.note("denoise", f"{plan.describe_denoise()} {way.cfg}")
 
     def encode_references(self, prepared: Sequence[PreparedReference], noises: Sequence[torch.Tensor]) -> list[EncodedReference]:
         return [encode_reference(self.model, picture, noise) for picture, noise in zip(prepared, noises, strict=True)]

@@ -235,7 +235,8 @@ def resolve_plan(
     at_start: PlanName | None = None,
     machine_ranks: int | None = None,
 ) -> tuple[ParallelPlan, str]:
-    """The plan that the loader's choices mean here, and why. Rank 0 decides; the others receive the result.
+    """The plan that the loader's choices mean here, and why. Rank 0 decides; the others receive the result. What ``denoise`` and ``attention``
+    leave open is chosen for each run, see :mod:`.topology_choice`; until then the plan has its usual ones.
 
     ``at_start``: what ``auto`` means in this launch, if its user has said so. ``machine_ranks``: ranks of each machine, where there are several.
 

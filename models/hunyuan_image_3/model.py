@@ -97,34 +97,46 @@ class HunyuanImage3Model:
         resident: Mapping[str, torch.Tensor],
         reduction: ReductionChoice = "auto",
     ):
-        """``resident``: all weights of this rank by name; ``weights`` and ``around`` are views of them. ``reduction``: see :meth:`row_reduction`."""
+        """``resident``: all weights of this rank by name; ``weights`` and ``around`` are views of them, for denoise of the whole shard. ``reduction``: see
+        :meth:`row_reduction`."""
         self.resident = resident
         self.config = config
         self.plan = plan
         self.comm = comm
         self.weights = weights
+        self._whole_shard = weights["denoise"]
+        self.denoise_as(plan)
         self.around = around
         self.device = device
         self.dtype = dtype
         self._tables: OrderedDict[tuple[TokenRow, int, int], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
         self._reduce = reduction
         self._connected: Communicator | None = None
-        self._rows: RowReduction | None = None
+        self._rows: dict[tuple[int, ...], tuple[RowReduction, str]] = {}
         self.rows_reason = ""
 
     def row_reduction(self) -> RowReduction:
-        """Who adds up the ranks' summands in a denoise step; ``rows_reason`` says why. Collective where the communicator is new."""
+        """Who adds up the ranks' summands in a denoise step; ``rows_reason`` says why. Collective where the communicator is new, or the ranks that share
+        the summands are."""
         if self._connected is not self.comm:
-            self._rows = None  # its memory goes back first
+            self._rows.clear()  # their memory goes back first
+            self._connected = self.comm
+        ranks = self.plan.topology("denoise").tp_ranks
+        if ranks not in self._rows:
             # In inference mode it would make buffers that nobody may write elsewhere.
             with torch.inference_mode(False):
                 kernels = self.weights["denoise"].kernels
-                self._rows, self.rows_reason = choose_row_reduction(
-                    self.comm, kernels, self.config.hidden_size, self.dtype, self.device, self._reduce
-                )
-            self._connected = self.comm
-        assert self._rows is not None
-        return self._rows
+                self._rows[ranks] = choose_row_reduction(self.comm, kernels, self.config.hidden_size, self.dtype, self.device, self._reduce)
+        reduction, self.rows_reason = self._rows[ranks]
+        return reduction
+
+    def denoise_as(self, plan: ParallelPlan) -> None:
+        """Steps from now on have the denoise topology of ``plan``, over the same weights where they are. Every rank of the plan makes the same call."""
+        self.plan = plan
+        if self.comm.plan != plan:
+            self.comm.denoise_as(plan)
+        whole = plan.topology("denoise").micro is None
+        self.weights = {**self.weights, "denoise": self._whole_shard if whole else self.weights["prefill"]}
 
     def new_cache(self, capacity: int, phase: Phase) -> KVCache:
         """Empty cache with the KV heads that this rank attends with in ``phase``."""

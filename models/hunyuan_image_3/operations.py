@@ -26,6 +26,7 @@ from .references import PreparedReference
 from .sequence import ImageRows
 from .text_generation import Sampling, TextRequest
 from .token_row import TokenRow
+from .topology_choice import DenoiseWay
 
 MODEL = "hunyuan_image_3"
 _LOAD_REPORTS = 50
@@ -33,13 +34,12 @@ _LOAD_REPORTS = 50
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """Which engine: the folder, how its weights are kept and computed, and how guided rows are run. The plan comes with the operation."""
+    """Which engine: the folder, and how its weights are kept and computed. The plan comes with the operation."""
 
     folder: str
     weight_dtype: str = "auto"
     moe_layout: str = "micro_major"
     moe_path: str = "multi_micro"
-    cfg_mode: str = "batched"
     reuse_text: bool = True
     kernels: str = "auto"
     decode: str = "auto"
@@ -60,8 +60,9 @@ class EngineSlot:
     def get(self, context: OperationContext, arguments: EngineArguments) -> Engine:
         """The engine on every rank: resident on all of them, or loaded by all of them together."""
         comm = context.section.communicator
-        key = (arguments, context.plan, str(context.device))
-        resident = self._engine is not None and self._key == key
+        key = (arguments, str(context.device))
+        # How the plan denoises changes from run to run, on the same weights.
+        resident = self._engine is not None and self._key == key and self._engine.model.plan.has_weights_of(context.plan)
         if resident and self._engine.model.comm is not comm and first_not_finite(self._engine.model.resident) is not None:
             resident = False  # a fault lies behind, and these weights were part of it
         # A rank can lose its engine alone, when it fails at the very end of a load; a load is collective, so all ranks repeat it.
@@ -75,7 +76,6 @@ class EngineSlot:
                 comm,
                 arguments.options(),
                 device=context.device,
-                cfg_mode=arguments.cfg_mode,
                 reuse_text=arguments.reuse_text,
                 progress=_load_reports(context),
             )
@@ -203,9 +203,9 @@ def generate_text(context: OperationContext, args: dict[str, Any], tensors: Tens
 
 @register(f"{MODEL}.denoise")
 def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """One model call of the host's sampler. args: rows [{kind, row, references, latent}], sigma, sigma_next, guidance, and place: [steps done, all
-    steps] of the sampler's run, or null; tensors: latents [b, C, h, w], which rows name by number -> velocity [n, C, h, w] of the rows; prefix_tokens
-    of the first conditional row and reused_tokens of them."""
+    """One model call of the host's sampler. args: way, rows [{kind, row, references, latent}], sigma, sigma_next, guidance, and place: [steps done,
+    all steps] of the sampler's run, or null; tensors: latents [b, C, h, w], which rows name by number -> velocity [n, C, h, w] of the rows;
+    prefix_tokens of the first conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     context.section.start_phase("denoise", CALL)
     if args.get("place") is not None:
@@ -217,7 +217,8 @@ def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -
     ]
     # Samplers may send the unconditional row first, whose prefix says little about the user's text.
     told = [row for row in rows if row.branch == "cond"] or rows
-    saved = _prefix_saving(context, engine, told[0]) if told else {}
+    way = _go(context, engine, args, first=not (args.get("place") or [0])[0])
+    saved = _prefix_saving(context, engine, told[0], way) if told else {}
     after = args.get("sigma_next")
     step = StepInputs(
         timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
@@ -225,12 +226,23 @@ def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -
     return saved, {"velocity": engine.velocity(rows, latents, step)}
 
 
-def _prefix_saving(context: OperationContext, engine: Engine, row: DenoiseRow) -> dict[str, Any]:
-    """How much of the conditional row's prefix is not computed again; the user is told when text generation left it."""
+def _go(context: OperationContext, engine: Engine, args: dict[str, Any], *, first: bool) -> str:
+    """Denoise as rank 0 has chosen in ``args["way"]``, or else as the plan says; the user is told at the ``first`` call of a run. Returns the words."""
+    plan = context.plan
+    way = DenoiseWay(**args["way"]) if args.get("way") else DenoiseWay(plan.denoise, plan.attention, reason="the plan's own")
+    engine.denoise_as(way)
+    context.cluster.record.take_place(engine.model.plan, context.cluster.generation)
+    if first:
+        context.section.report({"kind": "way", "text": way.words(plan)})
+    return way.words(plan)
+
+
+def _prefix_saving(context: OperationContext, engine: Engine, row: DenoiseRow, way: str) -> dict[str, Any]:
+    """How much of the conditional row's prefix is not computed again; the user is told when text generation left it, above the ``way``."""
     total, known = row.row.prefix_length, engine.prefixes.known_tokens(row.row, row.features)
     if 0 < known < total:
         text = f"{known} of {total} prompt tokens reused from the model's text, {total - known} computed"
-        context.section.report({"kind": "prefix", "text": text})
+        context.section.report({"kind": "prefix", "text": f"{text}\n{way}"})
     return {"prefix_tokens": total, "reused_tokens": known}
 
 
@@ -241,7 +253,7 @@ def _fp32(sigma: float) -> float:
 
 @register(f"{MODEL}.sample")
 def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """A whole run of the official loop. args: cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds,
+    """A whole run of the official loop. args: way, cond, uncond (token rows or null), height, width, ratio_index, steps, guidance, flow_shift, seeds,
     references (keys) -> latents [b, C, h, w], unscaled; prefix_tokens of the conditional row and reused_tokens of them."""
     engine = _engine(context, args)
     uncond = None if args["uncond"] is None else TokenRow.from_json(args["uncond"])
@@ -255,8 +267,7 @@ def sample(context: OperationContext, args: dict[str, Any], tensors: Tensors) ->
         features=engine.references.get(args.get("references", ()))[0],
     )
     context.section.start_phase("denoise")
-    saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features))
-
+    saved = _prefix_saving(context, engine, DenoiseRow(rows.cond, "cond", request.features), _go(context, engine, args, first=True))
     latent = engine.sample(request, check=context.section.check, trace=engine.previews(request, context.section.report))
     return saved, {"latents": engine.unscale(latent)}
 

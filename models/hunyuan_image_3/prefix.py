@@ -70,7 +70,7 @@ class PrefixStore:
 
     def prepare(self, row: TokenRow, features: Sequence[ReferenceFeatures], branches: frozenset[int]) -> PrefixRecord:
         """The prefix of ``row`` for the guidance branches that need it; computed unless it is kept."""
-        key = _key(row, features)
+        key = self._key(row, features)
         record = self._rows.get(key)
         if record is None or not branches <= record.branches:
             record = self._compute(row, features, branches)
@@ -82,7 +82,7 @@ class PrefixStore:
 
     def known_tokens(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> int:
         """How many tokens of the row's prefix need no computing now: all of a kept prefix, or those that text generation has left."""
-        if _key(row, features) in self._rows:
+        if self._key(row, features) in self._rows:
             return row.prefix_length
         return self._shared_with_text(row, features)
 
@@ -157,6 +157,6 @@ class PrefixStore:
             whole.length = prefix
         return whole
 
-
-def _key(row: TokenRow, features: Sequence[ReferenceFeatures]) -> str:
-    return row.digest() + "".join(f.digest for f in features)
+    def _key(self, row: TokenRow, features: Sequence[ReferenceFeatures]) -> str:
+        """The topology of denoise too: it decides which heads a rank has of a prefix, and which ranks have it at all."""
+        return "|".join([self._model.plan.describe_denoise(), row.digest(), *(f.digest for f in features)])

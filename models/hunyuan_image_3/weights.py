@@ -70,9 +70,8 @@ def phase_weights(
     path: MoePath,
     kernels: KernelSet = EAGER,
 ) -> TrunkWeights:
-    """Trunk weights of ``phase``; every tensor shares storage with ``resident``."""
-    topology = plan.topology(phase)
-    micro, count = topology.micro, plan.micro_count
+    """Trunk weights of ``phase``, for denoise the whole shard; every tensor shares storage with ``resident``."""
+    micro, count = None if phase == "denoise" else plan.topology(phase).micro, plan.micro_count
 
     def weight(name: str, role: str, site: str) -> Weight:
         return Weight(resident[name], role, site).micro(micro, count)
@@ -104,7 +103,7 @@ def phase_weights(
     return TrunkWeights(
         wte=wte,
         lm_head=weight("lm_head", "vocab_parallel", "lm_head"),
-        vocab_start=topology.tp_rank * wte.tensor.shape[0],
+        vocab_start=(plan.shard if micro is None else plan.logical_tp_rank) * wte.tensor.shape[0],
         ln_f=resident["ln_f"],
         layers=tuple(layers),
         head_dim=config.head_dim,

@@ -25,6 +25,8 @@ PLANS = [
     ("hybrid", 8, 4, "sp", "ulysses"),
     ("hybrid", 8, 4, "sp", "kv_gather"),
     ("hybrid", 8, 4, "cfg", "ulysses"),
+    ("hybrid", 4, 2, "tp", "ulysses"),
+    ("hybrid", 8, 2, "tp", "ulysses"),
 ]
 REPLICATED = [
     ("replicated", 2, 1, "sp", "ulysses"),
@@ -140,14 +142,42 @@ def test_autoregressive_topology(phase) -> None:
         (("hybrid", 8, 4, "sp", "ulysses"), 6, (4, 5, 6, 7), (2, 6), (6,), (1,)),
         (("hybrid", 8, 4, "cfg", "ulysses"), 6, (4, 5, 6, 7), (6,), (2, 6), (0, 1)),
         (("tp", 4, None, "tp", "ulysses"), 2, (0, 1, 2, 3), (2,), (2,), (0,)),
+        (("hybrid", 4, 2, "tp", "ulysses"), 1, (0, 2, 1, 3), (1,), (1,), (0,)),
     ],
 )
 def test_denoise_topology(arguments, rank, tp, sp, cfg, micros) -> None:
     plan = ranks_of(*arguments)[rank]
     topology = plan.topology("denoise")
     assert (topology.tp_ranks, topology.sp_ranks, topology.cfg_ranks) == (tp, sp, cfg)
-    assert topology.micro is None
+    assert topology.micro == (micros[0] if plan.denoises_as_text else None)
     assert plan.denoise_parts() == micros
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "storage", "kinds"),
+    [
+        ("single", 1, None, ("tp",)),
+        ("tp", 4, None, ("tp",)),
+        ("hybrid", 4, 2, ("tp", "sp", "cfg")),
+        ("hybrid", 8, 2, ("tp", "sp", "cfg_sp")),
+        ("replicated", 4, 2, ("sp", "cfg")),
+        ("replicated", 3, 1, ("sp",)),
+    ],
+)
+def test_another_topology_needs_no_other_weights_and_no_other_groups(name, ranks, storage, kinds) -> None:
+    plan = make_plan(name, world_size=ranks, storage_tp=storage, rank=ranks - 1)
+    assert plan.denoise_kinds == kinds
+    for kind in kinds:
+        other = plan.denoising(kind, "kv_gather")
+        assert other == make_plan(name, world_size=ranks, storage_tp=storage, rank=ranks - 1, denoise=kind, attention="kv_gather")
+        assert plan.has_weights_of(other) and other.groups() == plan.groups()
+        assert (other.shard, other.micro, other.topology("decode")) == (plan.shard, plan.micro, plan.topology("decode"))
+    assert not plan.has_weights_of(plan.on_rank(0)) or ranks == 1
+
+
+def test_a_topology_that_the_plan_has_not_is_refused() -> None:
+    with pytest.raises(PlanError, match="denoise tp uses one replica but plan replicated has 2"):
+        make_plan("replicated", world_size=4).denoising("tp", "ulysses")
 
 
 def test_groups_of_four_ranks() -> None:
@@ -185,7 +215,7 @@ def test_defaults() -> None:
             dict(name="tp", world_size=4, denoise="sp"),
             "denoise sp needs 2 or more replicas but plan tp has 1; choose plan hybrid, or denoise tp",
         ),
-        (dict(name="hybrid", world_size=4, denoise="tp"), "denoise tp uses one replica but plan hybrid has 2; choose denoise sp or cfg"),
+        (dict(name="replicated", world_size=4, denoise="tp"), "denoise tp uses one replica but plan replicated has 2; choose denoise sp or cfg"),
         (dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg"), "over 2 replicas but there are 4; choose cfg_sp or sp"),
         (dict(name="hybrid", world_size=4, denoise="cfg_sp"), "needs 4, 6 … replicas but there are 2; choose cfg or sp"),
         (dict(name="fsdp", world_size=4), "unknown plan 'fsdp'; choose one of single, tp, hybrid, replicated"),
@@ -256,6 +286,7 @@ def test_unknown_phase_and_rank() -> None:
         (PLANS[6], "hybrid: AR TP4 · denoise TP2×CFG2"),
         (REPLICATED[0], "replicated: AR TP1 on each of 2 replicas · denoise TP1×SP2 (ulysses)"),
         (REPLICATED[3], "replicated: AR TP2 on each of 2 replicas · denoise TP2×CFG2"),
+        (("hybrid", 4, 2, "tp", "ulysses"), "hybrid: AR TP4 · denoise TP4"),
         (PLANS[10], "hybrid: AR TP8 · denoise TP2×SP2 (kv_gather)×CFG2"),
     ],
 )

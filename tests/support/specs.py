@@ -32,6 +32,7 @@ ALL_PLANS = {
     "hybrid4-ulysses": dict(name="hybrid", world_size=4),
     "hybrid4-kv_gather": dict(name="hybrid", world_size=4, attention="kv_gather"),
     "hybrid4-cfg": dict(name="hybrid", world_size=4, denoise="cfg"),
+    "hybrid4-tp": dict(name="hybrid", world_size=4, denoise="tp"),
     "hybrid8-s2-ulysses": dict(name="hybrid", world_size=8, storage_tp=2),
     "hybrid8-s2-kv_gather": dict(name="hybrid", world_size=8, storage_tp=2, attention="kv_gather"),
     "hybrid8-s2-cfg_sp": dict(name="hybrid", world_size=8, storage_tp=2, denoise="cfg_sp"),
