@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from rank_pool import serve
 
+from phase_parallel.models.hunyuan_image_3.config import HunyuanImage3Config
 from phase_parallel.models.hunyuan_image_3.engine import Engine, ImageRequest
 from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
+from phase_parallel.models.hunyuan_image_3.operations import MODEL
 from phase_parallel.models.hunyuan_image_3.sequence import build_image_rows
 from phase_parallel.models.hunyuan_image_3.text_generation import TextRequest
 from phase_parallel.models.hunyuan_image_3.token_row import TokenRow
+from phase_parallel.models.hunyuan_image_3.tokenizer import HunyuanTokenizer
 from phase_parallel.parallel.cluster import Cluster
+from phase_parallel.parallel.operations import OperationContext, lookup
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.parallel.section import Section, SectionKey, digest_of, open_section
 from phase_parallel.parallel.store import JsonStore
@@ -124,5 +128,43 @@ def phases(*, folder: str, plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ways(*, folder: str, plan: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """A text and then ``runs`` (way, guidance) as rank 0 would ask for them, on an engine that is loaded for the first one: what was drawn, what the
+    user was told, how often weights were loaded."""
+    loads, told, digests = [], [], []
+    real = Engine.load
+
+    def load(*args: Any, **more: Any) -> Engine:
+        loads.append(args)
+        return real(*args, **more)
+
+    def call(op: str, **args: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        with section_of(plan, op, report=lambda event: told.append(event["text"]) if event["kind"] == "way" else None) as section:
+            own = make_plan(**plan, world_size=WORLD_SIZE, rank=RANK)
+            result, tensors = lookup(f"{MODEL}.{op}")(OperationContext(cluster, section, own, cluster.device), args, {})
+            section.exit(digest_of({}, tensors))
+        return result, tensors
+
+    text = {"prompt": PROMPT, "system_prompt": None, "cot_text": None, "task": "img_ratio", "image_size": "auto", "max_new_tokens": 1}
+    Engine.load = load
+    try:
+        call("unload")
+        size, _ = call("generate_text", engine={"folder": folder}, **text)
+        config = HunyuanImage3Config.from_folder(folder)
+        rows = build_image_rows(
+            HunyuanTokenizer.from_folder(folder, config), config, prompt=PROMPT, system_prompt=None, cot_text=None, cond_images=(),
+            height=size["height"], width=size["width"],
+        )  # fmt: skip
+        asked = {"cond": rows.cond.to_json(), "uncond": rows.uncond.to_json(), "height": rows.height, "width": rows.width}
+        asked |= {"ratio_index": rows.ratio_index, "steps": 2, "flow_shift": 3.0, "seeds": [5]}
+        for run in runs:
+            digests.append(digest_of({}, call("sample", engine={"folder": folder}, **asked, **run)[1]))
+        groups = cluster.record.to_json()["groups"]["denoise"]
+        call("unload")
+    finally:
+        Engine.load = real
+    return {"digests": digests, "told": told, "loads": len(loads), "generation": cluster.generation, "groups": groups}
+
+
 if __name__ == "__main__":
-    serve({"picture": picture, "phases": phases, "autoencoder": autoencoder})
+    serve({"picture": picture, "phases": phases, "autoencoder": autoencoder, "ways": ways})

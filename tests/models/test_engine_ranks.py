@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from thread_world import run_ranks
 
 from phase_parallel.models.hunyuan_image_3.engine import ImageRequest
 from phase_parallel.models.hunyuan_image_3.sequence import build_image_rows
+from phase_parallel.models.hunyuan_image_3.topology_choice import Case, TopologyWish, choose_way
+from phase_parallel.parallel.plan import make_plan
 
 pytestmark = pytest.mark.ranks4
 HERE = Path(__file__).parent
@@ -74,6 +77,34 @@ def test_phase_switches_move_no_weight_and_make_no_group(ranks: RankPool, eight_
         assert not result["moved"]
         assert (result["groups"], result["generation"]) == (0, 0)
         assert len(set(result["digests"])) == 1, "the same request gives the same bits again"
+
+
+def test_guided_and_plain_runs_by_turns_are_those_of_fixed_plans(ranks: RankPool, eight_ways: Path) -> None:
+    """What `auto` asks for with guidance on, off and on again: no weight is read twice, no group is made, and no bit differs."""
+
+    def draw(runs: list[dict[str, object]], **plan: str) -> list[dict]:
+        return succeed(ranks.run("ways", folder=str(eight_ways), plan={"name": "hybrid", **plan}, runs=runs, timeout_s=240.0))
+
+    guided, plain = (
+        {"guidance": scale, "way": asdict(choose_way(make_plan("hybrid", world_size=4), TopologyWish(), Case(scale > 1, 4096, 1251), kv_heads=8))}
+        for scale in (4.0, 1.0)
+    )
+    (branches,) = draw([{"guidance": 4.0}], denoise="cfg")[0]["digests"]
+    (tokens,) = draw([{"guidance": 1.0}], attention="kv_gather")[0]["digests"]
+    results = draw([guided, plain, guided])
+    for result in results:
+        assert result["digests"] == [branches, tokens, branches]
+        assert result["loads"] == 1 and result["generation"] == results[0]["generation"]
+        assert set(result["groups"]) == {"TP", "CFG"}, "the Ranks node shows the last run's groups"
+    assert [words.split(";")[0] for words in results[0]["told"]] == [
+        "denoise TP2×CFG2 (auto: guided)", "denoise TP2×SP2 (kv_gather) (auto: no guidance", "denoise TP2×CFG2 (auto: guided)"
+    ]  # fmt: skip
+
+
+def test_a_way_that_the_plan_has_not_is_refused_on_every_rank(ranks: RankPool, eight_ways: Path) -> None:
+    way = {"denoise": "cfg_sp", "attention": "ulysses"}
+    replies = ranks.run("ways", folder=str(eight_ways), plan={"name": "hybrid"}, runs=[{"guidance": 4.0, "way": way}], timeout_s=120.0)
+    assert all("denoise cfg_sp needs 4, 6 … replicas but there are 2" in reply.error for reply in replies)
 
 
 @pytest.mark.parametrize(("mistake", "phase"), [("odd_token", "denoise"), ("odd_text", "prefill")])

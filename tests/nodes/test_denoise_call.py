@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from phase_parallel.models.hunyuan_image_3.topology_choice import TopologyWish
 from phase_parallel.nodes.denoise_call import DenoiseCall, next_sigma
-from phase_parallel.nodes.engine_handle import EngineHandle
+from phase_parallel.nodes.engine_handle import EngineChoice, EngineHandle
 from phase_parallel.nodes.image_rows import build_conditionings
+from phase_parallel.parallel.plan import make_plan
+
+CHECKPOINTS = Path(__file__).resolve().parents[1] / "golden" / "checkpoints"
 
 SCHEDULE = torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0])
 
@@ -111,3 +116,32 @@ def test_distilled_checkpoint_has_no_second_branch_to_run(engine: EngineHandle, 
     with pytest.raises(ValueError, match=r"is distilled and has no unconditional branch; set cfg to 1\.0"):
         call_of(engine, rows)(torch.zeros(2, 16, 16, 16), torch.full((2,), 900.0), row_handle=handles(*rows))
     assert calls.made == []
+
+
+class TestWay:
+    """Rank 0 chooses the topology of every call and sends it along."""
+
+    @pytest.fixture
+    def engine(self, calls: Any) -> EngineHandle:
+        plan = make_plan("hybrid", world_size=4)
+        return EngineHandle(EngineChoice(str(CHECKPOINTS / "tiny-base"), plan, "auto", "micro_major", "multi_micro"), calls, wish=TopologyWish())
+
+    @pytest.mark.parametrize(
+        ("which", "way"), [((0, 1), "cfg"), ((1, 1, 0, 0), "cfg"), ((0,), "sp"), ((0, 0), "sp"), ((1,), "sp"), ((0, 0, 1), "sp")]
+    )
+    def test_guided_is_a_row_of_each_branch(self, which: tuple[int, ...], way: str, engine: EngineHandle, calls: Any, pair: tuple[Any, Any]) -> None:
+        rows = [pair[number] for number in which]
+        call_of(engine, pair)(torch.zeros(len(rows), 16, 16, 16), torch.full((len(rows),), 900.0), row_handle=handles(*rows))
+        sent = calls.made[0][1]["way"]
+        assert sent["denoise"] == way
+        assert sent == asdict(engine.denoise_way(guided=way == "cfg", image_tokens=256, prefix=pair[which[0]].row.prefix_length))
+
+    def test_a_plan_without_a_wish_is_kept(self, calls: Any, pair: tuple[Any, Any]) -> None:
+        plan = make_plan("hybrid", world_size=4, denoise="cfg")
+        engine = EngineHandle(EngineChoice(str(CHECKPOINTS / "tiny-base"), plan, "auto", "micro_major", "multi_micro"), calls)
+        assert engine.denoise_way(guided=False, image_tokens=256, prefix=100).denoise == "cfg"
+
+    def test_the_loader_says_both_ways(self, engine: EngineHandle, calls: Any) -> None:
+        assert engine.plan_words() == "hybrid: AR TP4 · denoise TP2×CFG2 with guidance, TP2×SP2 (kv_gather) without"
+        fixed = EngineHandle(engine.choice, calls)
+        assert fixed.plan_words() == "hybrid: AR TP4 · denoise TP2×SP2 (ulysses)"

@@ -33,7 +33,7 @@ def test_two_launches_draw_at_the_same_time() -> None:
             users = [User(launch) for launch in (first, second)]
             rounds = [list(pool.map(draw, users, seeds)) for seeds in ((1, 2), (2, 1))]
             plans = [get_json(user.launch.url + "/phase_parallel/status")["plan"] for user in users]
-        assert plans == ["tp: AR TP2 · denoise TP2", "replicated: AR TP1 on each of 2 replicas · denoise TP1×SP2 (ulysses)"]
+        assert plans == ["tp: AR TP2 · denoise TP2", "replicated: AR TP1 on each of 2 replicas · denoise TP1×CFG2"]
         (one, two), (two_again, one_again) = rounds
         # Sums in another order may fall to the other side of a whole number of 255.
         assert np.abs(one.astype(int) - one_again).max() <= 1 and np.abs(two.astype(int) - two_again).max() <= 1

@@ -60,8 +60,8 @@ def test_two_machines_draw_one_picture(tmp_path: Path) -> None:
         assert client.picture(run)[0].std() > 0
         status = get_json(records[0].url + "/phase_parallel/status")
         first, second = status["ranks"]
-        assert status["plan"] == "replicated: AR TP1 on each of 2 replicas · denoise TP1×SP2 (ulysses)"
+        assert status["plan"] == "replicated: AR TP1 on each of 2 replicas · denoise TP1×CFG2"
         assert first["digest"] == second["digest"] != ""
-        assert (first["groups"], second["groups"]) == ({"AR": {}, "denoise": {"SP": [0, 2]}}, {"AR": {}, "denoise": {"SP": [1, 2]}})
+        assert (first["groups"], second["groups"]) == ({"AR": {}, "denoise": {"CFG": [0, 2]}}, {"AR": {}, "denoise": {"CFG": [1, 2]}})
         with pytest.raises(Refused, match="403"):
             get_json(records[1].ranks[0].url(records[1]) + "/history")
