@@ -27,7 +27,7 @@ from .pictures import cond_images, features_of
 from .release import Release
 from .timing import WARM_UP, Spread, kernel_split, synchronize, wall_milliseconds
 
-LETTERS = random.Random(0).choices(string.ascii_letters + string.digits, k=8192)
+LETTERS = random.Random(0).choices(string.ascii_letters + string.digits, k=16384)
 # As the release samples.
 DRAW = Draw(True, 0.6, 1024, 0.95)
 OTHER_REDUCTIONS: tuple[tuple[ReductionChoice, str], ...] = (("peer", "peer memory"), ("flashinfer", "FlashInfer"))

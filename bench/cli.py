@@ -20,7 +20,7 @@ from ..parallel.faults import SectionMismatch
 from . import ar_table, denoise_table, e2e_table, node, node_picture, vae_table
 from .ar_table import ArOptions
 from .denoise import STEPS
-from .denoise_table import SCHEMES, DenoiseOptions, choose_schemes
+from .denoise_cases import EXPERTS, SCHEMES, DenoiseOptions, choose_schemes
 from .e2e_table import E2eOptions
 from .errors import BenchError
 from .node import NodeOptions
@@ -99,7 +99,16 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--cfg", choices=CFG_MODES, help="both branches in one pass or one after the other (default: both ways)")
     denoise.add_argument("--moe-layout", choices=MOE_LAYOUTS, help="(default: both)")
     denoise.add_argument("--moe-path", choices=MOE_PATHS, help="(default: both)")
-    denoise.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto", help="who computes the routed experts (default: as the other kernels)")
+    denoise.add_argument(
+        "--moe-backend", choices=EXPERTS, action="append", default=[],
+        help="who computes the routed experts; may be repeated (default: as the other kernels). grouped_mm, PyTorch's own product, is for this table only",
+    )  # fmt: skip
+    denoise.add_argument(
+        "--moe-table", action="store_true", help="instead of these choices: our experts, FlashInfer's and PyTorch's in the layouts and paths to compare"
+    )
+    denoise.add_argument(
+        "--sizes", action="store_true", help="instead of the tasks: pictures of 512x512, 1024x1024 and 1024x2048 behind prefixes of 1k to 10k tokens"
+    )
     denoise.add_argument("--reduction", choices=("auto", "group"), default="auto", help="group: NCCL adds up the ranks' parts, and nothing is recorded")
     denoise.add_argument("--layers", type=int, default=32)
     denoise.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
@@ -171,6 +180,10 @@ def _e2e(options: argparse.Namespace, start_ranks: StartRanks) -> None:
 def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     ranks = options.ranks or (0 if options.alone else _device_count(options.device))
     alone = options.alone or ranks == 1
+    if options.moe_table and (options.moe_layout or options.moe_path or options.moe_backend):
+        raise BenchError("--moe-table chooses layouts, paths and backends itself; leave --moe-layout, --moe-path and --moe-backend out.")
+    if options.sizes and options.task != "both":
+        raise BenchError("--sizes measures prefixes of its own; leave --task out.")
     run = DenoiseOptions(
         schemes=choose_schemes(options.scheme, ranks, alone),
         ranks=ranks,
@@ -179,7 +192,9 @@ def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         cfg=() if options.cfg is None else (options.cfg,),
         layouts=() if options.moe_layout is None else (options.moe_layout,),
         paths=() if options.moe_path is None else (options.moe_path,),
-        moe_backend=options.moe_backend,
+        experts=tuple(options.moe_backend),
+        moe_table=options.moe_table,
+        sizes=options.sizes,
         reduction=options.reduction,
         layers=2 if options.scale == "small" else options.layers,
         small=options.scale == "small",

@@ -19,13 +19,18 @@ from ..models.hunyuan_image_3.model import HunyuanImage3Model, StepInputs
 from ..models.hunyuan_image_3.prefix import PrefixStore
 from ..models.hunyuan_image_3.schedule import euler_step, flow_sigmas
 from ..models.hunyuan_image_3.sequence import ImageRows, build_image_rows
+from ..models.hunyuan_image_3.token_row import Grid, TokenRow
 from .ar import LETTERS, Task
 from .denoise_costs import collectives_ms, convolution_flops, denoise_flops, floor_ms
+from .errors import BenchError
 from .kernel_groups import by_group
 from .one_rank import OneRankCommunicator, Transfer
 from .pictures import cond_images, features_of
 from .release import Release
 from .timing import Spread, kernel_split, synchronize, wall_milliseconds
+
+Size = tuple[int, int]
+"""Height and width of a picture in pixels."""
 
 GUIDANCE = 2.5
 STEPS = 50
@@ -39,7 +44,10 @@ class StepRow:
 
     task: str
     prefix: int
+    height: int
+    width: int
     image_tokens: int
+    ranks: int
     scheme: str
     plan: str
     moe: str
@@ -63,15 +71,35 @@ class StepRow:
     """Of the latent after one step; equal on all ranks, and launched or replayed."""
 
 
-def image_rows(built: Release, task: Task) -> ImageRows:
-    """Rows of a square picture of the model's base size behind exactly ``task.tokens`` tokens."""
-    return _image_rows(built, task, image_prompt(built, task))
+def image_rows(built: Release, task: Task, size: Size | None = None) -> ImageRows:
+    """Rows of a picture of ``size`` (height, width), else of a square of the model's base size, behind exactly ``task.tokens`` tokens."""
+    rows = _image_rows(built, task, image_prompt(built, task))
+    if size is None:
+        return rows
+    grid = tuple(side // built.config.vae.ffactor_spatial for side in size)
+    cond, uncond = (with_grid(row, grid) for row in (rows.cond, rows.uncond))
+    return replace(rows, cond=cond, uncond=uncond, height=size[0], width=size[1])
 
 
 def image_prompt(built: Release, task: Task) -> str:
-    """The prompt of these rows."""
+    """The prompt of these rows.
+
+    Raises:
+        BenchError: it would need more letters than there are.
+    """
     shortest = _image_rows(built, task, LETTERS[0]).cond.prefix_length
-    return "".join(LETTERS[: max(1, task.tokens - shortest + 1)])
+    letters = max(1, task.tokens - shortest + 1)
+    if letters > len(LETTERS):
+        raise BenchError(f"a prefix of {task.tokens} tokens needs a longer text than the bench has; choose one up to {len(LETTERS) + shortest - 1}.")
+    return "".join(LETTERS[:letters])
+
+
+def with_grid(row: TokenRow, grid: Grid) -> TokenRow:
+    """The row with another picture behind the same prefix. No token of the model's size table names every size, and a step's cost asks for none."""
+    start, stop = row.gen.image
+    end = start + grid[0] * grid[1]
+    tokens = (*row.tokens[:start], *row.tokens[start : start + 1] * (end - start), *row.tokens[stop:])
+    return replace(row, tokens=tokens, gen=replace(row.gen, image=(start, end), grid=grid))
 
 
 def _image_rows(built: Release, task: Task, prompt: str) -> ImageRows:
@@ -85,10 +113,11 @@ def _image_rows(built: Release, task: Task, prompt: str) -> ImageRows:
 class GuidedStep:
     """A call is one step from the same noise, with guidance. The first one computes the prefixes."""
 
-    def __init__(self, model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode):
-        rows = image_rows(built, task)
+    def __init__(self, model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode, size: Size | None = None):
+        rows = image_rows(built, task, size)
         features = features_of(model, task.pictures)
         self.model = model
+        self.height, self.width = rows.height, rows.width
         self.prefix = rows.cond.prefix_length
         self.block = rows.cond.gen.image[1] - rows.cond.gen.timestep_index
         self.rows = [DenoiseRow(rows.cond, "cond", features), DenoiseRow(rows.uncond, "uncond", features)]
@@ -118,17 +147,29 @@ class GuidedStep:
 
 
 def measure_step(
-    model: HunyuanImage3Model, built: Release, task: Task, cfg: CfgMode, *, scheme: str, moe: str, repeats: int, barrier: Callable[[], None]
+    model: HunyuanImage3Model,
+    built: Release,
+    task: Task,
+    cfg: CfgMode,
+    *,
+    size: Size | None = None,
+    scheme: str,
+    moe: str,
+    repeats: int,
+    barrier: Callable[[], None],
 ) -> Iterator[StepRow]:
-    """Launched by the host, and then replayed where that can be."""
-    step = GuidedStep(model, built, task, cfg)
+    """Launched by the host, and then replayed where that can be; of a given ``size`` only the latter, since there are many."""
+    step = GuidedStep(model, built, task, cfg, size)
     step("eager")
     busiest = _busiest_expert(model, step)
     left_out = _left_out(model, step)
     about = {
         "task": task.name,
         "prefix": step.prefix,
+        "height": step.height,
+        "width": step.width,
         "image_tokens": step.image_tokens,
+        "ranks": model.plan.world_size,
         "scheme": scheme,
         "plan": model.plan.describe(),
         "moe": moe,
@@ -140,7 +181,7 @@ def measure_step(
         "busiest_expert": busiest,
         "reduction": model.row_reduction().name,
     }
-    for launch in step.denoisers:
+    for launch in step.denoisers if size is None else list(step.denoisers)[-1:]:
         yield StepRow(launch=launch, **about, **_timed(step, launch, repeats, barrier))
 
 

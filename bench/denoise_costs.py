@@ -27,15 +27,15 @@ def denoise_flops(model: HunyuanImage3Model, rows: int, prefix: int, block: int)
     As research/kernels.md section 7 counts: 2 FLOP for every weight that a token meets (of the experts the chosen ones), 4·q·kv·heads·d for a layer's
     attention. Its floor also counts the all-reduce, which is :func:`collectives_ms` here, and neither counts :func:`convolution_flops`.
     """
-    weights, plan, config = model.weights["denoise"], model.plan, model.config
-    sp = plan.topology("denoise").sp_size
+    weights, config, topology = model.weights["denoise"], model.config, model.plan.topology("denoise")
+    sp = topology.sp_size
     tokens = rows * -(-block // sp)
     total = 0.0
     for layer in weights.layers:
         active = sum(weight.tensor.numel() for weight in (layer.qkv_proj, layer.o_proj, layer.shared_gate_and_up, layer.shared_down))
         active += layer.router.numel() + layer.topk * sum(b.w1[0].numel() + b.w2[0].numel() for b in layer.experts)
         # Either half of the queries or half of the heads.
-        heads = config.num_attention_heads / plan.storage_tp / sp
+        heads = config.num_attention_heads / topology.tp_size / sp
         total += 2 * active * tokens + 4 * rows * block * (prefix + block) * heads * config.head_dim
     return total
 

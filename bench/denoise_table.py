@@ -4,114 +4,28 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from ..kernels.kernel_set import MoeBackend
-from ..kernels.moe import MoeLayout, MoePath
-from ..models.hunyuan_image_3.denoise import CfgMode
-from ..models.hunyuan_image_3.loading import LoadOptions
-from ..models.reduction import ReductionChoice
+from ..kernels.flashinfer_experts import why_not_flashinfer
+from ..models.hunyuan_image_3.loading import LoadOptions, trunk_dtype
+from ..models.hunyuan_image_3.model import HunyuanImage3Model
 from ..parallel.cluster import Cluster
 from ..parallel.collectives import Communicator
-from ..parallel.plan import AttentionKind, DenoiseKind, ParallelPlan, PlanName, make_plan
+from ..parallel.plan import ParallelPlan
 from ..parallel.section import SectionKey, open_section
-from .ar import choose_tasks
 from .denoise import measure_step
+from .denoise_cases import Case, DenoiseOptions, cases, pictures
 from .environment import describe_machine
 from .errors import BenchError
+from .grouped_mm_experts import GROUPED_MM, why_not_grouped_mm, with_grouped_mm
 from .one_rank import OneRankCommunicator
 from .random_model import RandomShard, checked_options, random_shard
 from .release import Release, from_spec, sizes
 from .report import print_head, print_split, rank_words
-
-
-@dataclass(frozen=True)
-class Scheme:
-    name: str
-    plan: PlanName
-    ranks: int
-    denoise: DenoiseKind
-    attention: AttentionKind = "ulysses"
-
-    def on(self, rank: int) -> ParallelPlan:
-        return make_plan(self.plan, world_size=self.ranks, rank=rank, denoise=self.denoise, attention=self.attention)
-
-
-SCHEMES = {
-    scheme.name: scheme
-    for scheme in (
-        Scheme("hybrid4-cfg", "hybrid", 4, "cfg"),
-        Scheme("hybrid4-ulysses", "hybrid", 4, "sp"),
-        Scheme("hybrid4-kv_gather", "hybrid", 4, "sp", "kv_gather"),
-        Scheme("tp4", "tp", 4, "tp"),
-        Scheme("tp2", "tp", 2, "tp"),
-        Scheme("single", "single", 1, "tp"),
-    )
-}
-
-
-@dataclass(frozen=True)
-class DenoiseOptions:
-    """``schemes`` by name, all of ``ranks`` ranks unless ``alone``, when one process plays one rank of each. Empty choices mean all of them."""
-
-    schemes: tuple[str, ...]
-    ranks: int
-    alone: bool
-    tasks: tuple[str, ...]
-    cfg: tuple[CfgMode, ...]
-    layouts: tuple[MoeLayout, ...]
-    paths: tuple[MoePath, ...]
-    moe_backend: MoeBackend
-    reduction: ReductionChoice
-    layers: int
-    small: bool
-    repeats: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model of one scheme, and the ways of guidance to run it with."""
-
-    scheme: Scheme
-    layout: MoeLayout
-    path: MoePath
-    cfg: tuple[CfgMode, ...]
-
-
-def choose_schemes(names: Sequence[str], ranks: int, alone: bool, *, instead: str = ", or --alone for one rank of any") -> tuple[str, ...]:
-    """Those of ``ranks`` ranks; alone without a number of ranks (0), all but the one whose weights one device cannot hold. ``instead``: what else a
-    user can do.
-
-    Raises:
-        BenchError: nothing is left, or a name belongs to another number of ranks.
-    """
-    fitting = [s.name for s in SCHEMES.values() if s.ranks == ranks or (alone and ranks == 0 and s.ranks > 1)]
-    wrong = [name for name in names if name not in fitting and not (alone and ranks == 0)]
-    if wrong or not fitting:
-        what = f"scheme {wrong[0]} does not run on {ranks} ranks" if wrong else f"no scheme runs on {ranks} ranks"
-        raise BenchError(f"{what}; give --ranks {', '.join(sorted({str(s.ranks) for s in SCHEMES.values()}))}{instead}.")
-    return tuple(names) or tuple(fitting)
-
-
-def cases(options: DenoiseOptions) -> Iterator[Case]:
-    """Cases whose weights are the same follow each other. What would be the same run twice is left out: a shard in one piece has one layout and one
-    path, and a rank with one branch has nothing to batch."""
-    for layout in ("micro_major", "expert_major"):
-        for name in options.schemes:
-            scheme = SCHEMES[name]
-            plan = scheme.on(0)
-            for path in ("multi_micro", "two_dispatch"):
-                asked = (layout in options.layouts or not options.layouts) and (path in options.paths or not options.paths)
-                if plan.micro_count == 1:
-                    asked = (layout, path) == ("micro_major", "multi_micro")
-                if not asked or (layout, path) == ("expert_major", "two_dispatch"):
-                    continue
-                modes = options.cfg or (("batched",) if path == "two_dispatch" or layout == "expert_major" else ("batched", "serial"))
-                yield Case(scheme, layout, path, ("batched",) if plan.cfg_size > 1 else modes)
 
 
 class Shards:
@@ -165,7 +79,8 @@ def run_rank(options: DenoiseOptions, cluster: Cluster) -> dict[str, Any]:
             comm = section.communicator
             made = _measure(options, case, plan, comm, built, shards, cluster.device, lambda comm=comm: comm.control_gather([0]))
             for row in made:
-                compare_ranks(comm, row)
+                if "not_run" not in row:
+                    compare_ranks(comm, row)
             section.exit("")
         rows += made
     return _result(options, cluster.device, rows)
@@ -191,14 +106,20 @@ def _measure(
     device: torch.device,
     barrier: Callable[[], None],
 ) -> list[dict[str, Any]]:
-    load = checked_options(LoadOptions(moe_layout=case.layout, moe_path=case.path, moe_backend=options.moe_backend, reduction=options.reduction), device)
+    missing = _missing(options, case, built, device)
+    if missing is not None:
+        return list(_not_run(options, case, plan, missing))
+    backend = "auto" if case.experts == GROUPED_MM else case.experts
+    load = checked_options(LoadOptions(moe_layout=case.layout, moe_path=case.path, moe_backend=backend, reduction=options.reduction), device)
     model = shards.get(plan, load).model(built.config, plan, comm, load, device)
-    one_piece = plan.micro_count == 1
-    moe = f"{'one piece' if one_piece else f'{case.layout} {case.path}'}, {model.weights['denoise'].kernels.moe_words}"
-    rows: list[dict[str, Any]] = []
-    for task in choose_tasks(options.tasks, small=options.small):
+    if case.experts == GROUPED_MM:
+        _use_grouped_mm(model)
+    moe = f"{lying(case, plan)}, {model.weights['denoise'].kernels.moe_words}"
+    rows = []
+    for task, size in pictures(options):
         for cfg in case.cfg:
-            for row in measure_step(model, built, task, cfg, scheme=case.scheme.name, moe=moe, repeats=options.repeats, barrier=barrier):
+            step = {"size": size, "scheme": case.scheme.name, "moe": moe, "repeats": options.repeats, "barrier": barrier}
+            for row in measure_step(model, built, task, cfg, **step):
                 rows.append(asdict(row))
                 if plan.rank == 0:  # a long run that is stopped has shown what it had
                     print(row_words(rows[-1], options.alone), file=sys.stderr, flush=True)
@@ -206,11 +127,45 @@ def _measure(
     return rows
 
 
+def lying(case: Case, plan: ParallelPlan) -> str:
+    """How the experts of a step lie and are computed."""
+    return "one piece" if plan.micro_count == 1 else "micro shard" if plan.topology("denoise").micro is not None else f"{case.layout} {case.path}"
+
+
+def _use_grouped_mm(model: HunyuanImage3Model) -> None:
+    """Of a step alone: the prefixes are computed as ever."""
+    weights = model.weights["denoise"]
+    model.weights = {**model.weights, "denoise": replace(weights, kernels=with_grouped_mm(weights.kernels))}
+
+
+def _missing(options: DenoiseOptions, case: Case, built: Release, device: torch.device) -> str | None:
+    """Why one row among others cannot be measured here; what was asked for alone is refused with its own sentence."""
+    if case.experts == GROUPED_MM:
+        reason = why_not_grouped_mm()
+        if reason is not None and not options.moe_table:
+            raise BenchError(f"{reason}; leave --moe-backend grouped_mm out, or install a newer torch.")
+        return reason
+    if case.experts != "flashinfer" or not (options.moe_table or len(options.experts) > 1):
+        return None
+    return why_not_flashinfer(device, trunk_dtype(built.config, "auto"))
+
+
+def _not_run(options: DenoiseOptions, case: Case, plan: ParallelPlan, reason: str) -> Iterator[dict[str, Any]]:
+    for task, size in pictures(options):
+        moe = f"{lying(case, plan)}, {case.experts}"
+        row = {"task": task.name, "prefix": task.tokens, "size": size, "scheme": case.scheme.name, "moe": moe, "not_run": reason}
+        if plan.rank == 0:
+            print(row_words(row, options.alone), file=sys.stderr, flush=True)
+        yield row
+
+
 def _result(options: DenoiseOptions, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**describe_machine(device), "ranks": options.ranks, "alone": options.alone, "layers": options.layers, "rows": rows}
 
 
 def row_words(row: dict[str, Any], alone: bool) -> str:
+    if "not_run" in row:
+        return f"{row['task']:5} {row['prefix']:5}{'':6}{row['scheme']:17} {row['moe']:32} not run: {row['not_run']}"
     ms, floor = row["ms_per_step"], row["floor_ms"]
     left_out = ""
     if alone:
@@ -230,4 +185,6 @@ def print_result(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         print(row_words(row, result["alone"]))
     for row in result["rows"]:
+        if "not_run" in row or row["task"] == "sizes":
+            continue
         print_split(f"{row['task']} {row['scheme']} {row['moe']} {row['cfg']} {row['launch']}", row["groups_us"])

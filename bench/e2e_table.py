@@ -19,7 +19,8 @@ from ..parallel.plan import ParallelPlan
 from ..parallel.section import SectionKey, open_section
 from .ar import Task, choose_tasks
 from .denoise import STEPS
-from .denoise_table import SCHEMES, Shards, free_memory
+from .denoise_cases import SCHEMES
+from .denoise_table import Shards, free_memory
 from .e2e import PARTS, Picture, Trace, WholePicture
 from .environment import describe_machine
 from .errors import BenchError

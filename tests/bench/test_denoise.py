@@ -11,8 +11,8 @@ import torch
 
 from phase_parallel.bench.ar import TASKS
 from phase_parallel.bench.denoise import GuidedStep, image_rows
+from phase_parallel.bench.denoise_cases import SCHEMES, DenoiseOptions, cases, choose_schemes
 from phase_parallel.bench.denoise_costs import collectives_ms, convolution_flops, denoise_flops, floor_ms
-from phase_parallel.bench.denoise_table import SCHEMES, DenoiseOptions, cases, choose_schemes
 from phase_parallel.bench.errors import BenchError
 from phase_parallel.bench.kernel_groups import by_group
 from phase_parallel.bench.one_rank import OneRankCommunicator, Transfer
@@ -34,8 +34,9 @@ def meta_model(scheme: str, layout: str = "micro_major") -> HunyuanImage3Model:
 
 
 def options_of(**changes: object) -> DenoiseOptions:
-    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "moe_backend": "auto"}
-    return DenoiseOptions(**(settings | {"reduction": "auto", "layers": 2, "small": True, "repeats": 1} | changes))
+    settings = {"schemes": tuple(SCHEMES), "ranks": 0, "alone": True, "tasks": (), "cfg": (), "layouts": (), "paths": (), "experts": ()}
+    settings |= {"moe_table": False, "sizes": False, "reduction": "auto"}
+    return DenoiseOptions(**(settings | {"layers": 2, "small": True, "repeats": 1} | changes))
 
 
 def test_table_of_one_rank_without_its_peers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -72,9 +73,9 @@ def test_two_ranks_made_the_same_latent(tmp_path: Path) -> None:
 def test_four_ranks_of_every_scheme(tmp_path: Path) -> None:
     """The bench refuses rows whose ranks made different latents."""
     out = tmp_path / "denoise.json"
-    assert main([*PROGRAM, "--ranks", "4", "--task", "t2i", "--cfg", "batched", "--moe-path", "multi_micro", "--out", str(out)]) == 0
+    assert main([*PROGRAM, "--ranks", "4", "--task", "t2i", "--cfg", "batched", "--moe-path", "multi_micro", "--moe-layout", "micro_major", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert {row["scheme"] for row in rows} == {"hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "tp4"}
+    assert {row["scheme"] for row in rows} == {"hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-tp", "tp4"}
 
 
 def test_rows_have_the_published_lengths() -> None:
@@ -85,7 +86,7 @@ def test_rows_have_the_published_lengths() -> None:
         assert rows.cond.gen.grid == (64, 64)
 
 
-@pytest.mark.parametrize("scheme", ["hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "tp4"])
+@pytest.mark.parametrize("scheme", ["hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-tp", "tp4"])
 def test_floor_is_that_of_the_research(scheme: str) -> None:
     """kernels.md section 7: 63.5 ms of products and 7.3 or 14.2 ms of attention a step, however four ranks share it."""
     model = meta_model(scheme)
@@ -152,7 +153,7 @@ def test_a_choice_leaves_the_others_out() -> None:
 
 
 def test_schemes_follow_the_ranks() -> None:
-    assert choose_schemes((), 4, False) == ("hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "tp4")
+    assert choose_schemes((), 4, False) == ("hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-tp", "tp4")
     assert "single" not in choose_schemes((), 0, True)
     assert choose_schemes(("single",), 0, True) == ("single",)
     with pytest.raises(BenchError, match="scheme tp4 does not run on 2 ranks; give --ranks 1, 2, 4, or --alone"):

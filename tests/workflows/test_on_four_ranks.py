@@ -47,6 +47,20 @@ def test_generate(user: User) -> None:
     assert run.previews >= 4
 
 
+def test_the_node_shows_which_topology_draws(user: User) -> None:
+    """With guidance, without, and with again, on one load of the weights."""
+    said = []
+    for guidance, seed in ((5.0, 1), (1.0, 2), (5.0, 3)):
+        picture, _, run = user.draw(generate_graph(guidance=guidance, seed=seed, steps=2))
+        assert picture.std() > 0
+        shown = [line for text in run.texts.get("HunyuanImage3Generate", ()) for line in text.splitlines()]
+        said += [line for line in shown if line.startswith("denoise ")]
+    if not said:
+        pytest.skip("this ComfyUI shows no text on a node while it runs")
+    branches, tokens = "denoise TP2×CFG2 (auto: guided; ", "denoise TP2×SP2 (kv_gather) (auto: no guidance; "
+    assert [line.startswith(wanted) for line, wanted in zip(said, (branches, tokens, branches), strict=True)] == [True] * 3
+
+
 def test_saving_again_does_not_draw_again(user: User) -> None:
     graph = generate_graph()
     user.run(graph)
