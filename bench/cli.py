@@ -21,6 +21,7 @@ from . import ar_table, denoise_table, e2e_table, node, node_picture, vae_table
 from .ar_table import ArOptions
 from .denoise import STEPS
 from .denoise_cases import EXPERTS, SCHEMES, DenoiseOptions, choose_schemes
+from .denoise_plot import plot
 from .e2e_table import E2eOptions
 from .errors import BenchError
 from .node import NodeOptions
@@ -43,6 +44,9 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
         _as_rank(json.loads(Path(arguments[1]).read_text()), join)
         return 0
     options = _parser().parse_args(arguments)
+    if options.command == "plot":
+        plot(options.files, options.out or options.files[0].with_suffix(".png"))
+        return 0
     if options.command in ("ar", "denoise", "e2e", "node", "vae") and options.device == "cpu":
         if options.scale != "small":
             raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
@@ -81,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
+    plots = commands.add_parser("plot", help="the scaling curves of results of bench denoise as a PNG; needs matplotlib")
+    plots.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of bench denoise --out; predictions start from the first")
+    plots.add_argument("--out", type=Path, metavar="PNG", help="(default: beside the first FILE, with its name)")
     _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
     _add_vae(commands.add_parser("vae", help="decode and encode pictures on one rank and on all: ms, memory, difference"))
     _add_node(commands.add_parser("node", help="text of the Think / Recaption node or a picture by KSampler in ComfyUI: speed on the page, time to cancel"))

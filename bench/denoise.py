@@ -47,7 +47,6 @@ class StepRow:
     height: int
     width: int
     image_tokens: int
-    ranks: int
     scheme: str
     plan: str
     moe: str
@@ -169,7 +168,6 @@ def measure_step(
         "height": step.height,
         "width": step.width,
         "image_tokens": step.image_tokens,
-        "ranks": model.plan.world_size,
         "scheme": scheme,
         "plan": model.plan.describe(),
         "moe": moe,

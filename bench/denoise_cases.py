@@ -58,8 +58,8 @@ MOE_TABLE: tuple[tuple[MoeLayout, MoePath, Experts], ...] = (
 PREFIXES = (1000, 2000, 4000, 6000, 10000)
 PICTURES: tuple[Size, ...] = ((512, 512), (1024, 1024), (1024, 2048))
 """Height and width."""
-SHRUNK = 4
-"""Sides of a picture of toy sizes are shorter by that."""
+SHRUNK = 8
+"""Sides of pictures and prefixes of toy sizes are shorter by that, and by twice that."""
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,5 @@ def pictures(options: DenoiseOptions) -> list[tuple[Task, Size | None]]:
     if not options.sizes:
         return [(task, None) for task in choose_tasks(options.tasks, small=options.small)]
     shrunk = SHRUNK if options.small else 1
-    prefixes = [prefix // (8 if options.small else 1) for prefix in PREFIXES]
+    prefixes = [prefix // (2 * SHRUNK if options.small else 1) for prefix in PREFIXES]
     return [(Task("sizes", 0, prefix), (height // shrunk, width // shrunk)) for height, width in PICTURES for prefix in prefixes]

@@ -19,6 +19,7 @@ from ..parallel.plan import ParallelPlan
 from ..parallel.section import SectionKey, open_section
 from .denoise import measure_step
 from .denoise_cases import Case, DenoiseOptions, cases, pictures
+from .denoise_scaling import print_scaling
 from .environment import describe_machine
 from .errors import BenchError
 from .grouped_mm_experts import GROUPED_MM, why_not_grouped_mm, with_grouped_mm
@@ -66,7 +67,7 @@ def run_alone(options: DenoiseOptions, device: torch.device) -> dict[str, Any]:
     for case in cases(options):
         plan = case.scheme.on(0)
         rows += _measure(options, case, plan, OneRankCommunicator(plan), built, shards, device, lambda: None)
-    return _result(options, device, rows)
+    return _result(options, device, built, rows)
 
 
 def run_rank(options: DenoiseOptions, cluster: Cluster) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def run_rank(options: DenoiseOptions, cluster: Cluster) -> dict[str, Any]:
                     compare_ranks(comm, row)
             section.exit("")
         rows += made
-    return _result(options, cluster.device, rows)
+    return _result(options, cluster.device, built, rows)
 
 
 def compare_ranks(comm: Communicator, row: dict[str, Any]) -> None:
@@ -159,8 +160,9 @@ def _not_run(options: DenoiseOptions, case: Case, plan: ParallelPlan, reason: st
         yield row
 
 
-def _result(options: DenoiseOptions, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**describe_machine(device), "ranks": options.ranks, "alone": options.alone, "layers": options.layers, "rows": rows}
+def _result(options: DenoiseOptions, device: torch.device, built: Release, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    about = {"ranks": options.ranks, "alone": options.alone, "layers": options.layers, "hidden_size": built.config.hidden_size}
+    return {**describe_machine(device), **about, "rows": rows}
 
 
 def row_words(row: dict[str, Any], alone: bool) -> str:
@@ -184,6 +186,7 @@ def print_result(result: dict[str, Any]) -> None:
         print("   collectives do nothing here; what they cost by NCCL's measured times on 4 x H200 stands behind as 'left out' and is in no other number")
     for row in result["rows"]:
         print(row_words(row, result["alone"]))
+    print_scaling(result)
     for row in result["rows"]:
         if "not_run" in row or row["task"] == "sizes":
             continue

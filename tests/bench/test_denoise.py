@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phase_parallel.bench.ar import TASKS
+from phase_parallel.bench.ar import TASKS, Task
 from phase_parallel.bench.denoise import GuidedStep, image_rows
-from phase_parallel.bench.denoise_cases import SCHEMES, DenoiseOptions, cases, choose_schemes
+from phase_parallel.bench.denoise_cases import MOE_TABLE, PREFIXES, SCHEMES, DenoiseOptions, cases, choose_schemes
 from phase_parallel.bench.denoise_costs import collectives_ms, convolution_flops, denoise_flops, floor_ms
 from phase_parallel.bench.errors import BenchError
 from phase_parallel.bench.kernel_groups import by_group
@@ -73,7 +73,8 @@ def test_two_ranks_made_the_same_latent(tmp_path: Path) -> None:
 def test_four_ranks_of_every_scheme(tmp_path: Path) -> None:
     """The bench refuses rows whose ranks made different latents."""
     out = tmp_path / "denoise.json"
-    assert main([*PROGRAM, "--ranks", "4", "--task", "t2i", "--cfg", "batched", "--moe-path", "multi_micro", "--moe-layout", "micro_major", "--out", str(out)]) == 0
+    one = ["--task", "t2i", "--cfg", "batched", "--moe-path", "multi_micro", "--moe-layout", "micro_major"]
+    assert main([*PROGRAM, "--ranks", "4", *one, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["scheme"] for row in rows} == {"hybrid4-cfg", "hybrid4-ulysses", "hybrid4-kv_gather", "hybrid4-tp", "tp4"}
 
@@ -150,6 +151,66 @@ def test_a_choice_leaves_the_others_out() -> None:
         ("hybrid4-ulysses", "two_dispatch", ("serial",)),
         ("tp4", "multi_micro", ("serial",)),
     ]
+
+
+def test_the_moe_table_is_those_rows() -> None:
+    table = [(case.layout, case.path, case.experts) for case in cases(options_of(schemes=("hybrid4-cfg",), moe_table=True))]
+    assert sorted(table) == sorted(MOE_TABLE) and table[-1][0] == "expert_major", "weights are made once for each layout"
+    one_piece = cases(options_of(schemes=("tp2",), moe_table=True))
+    assert [(case.path, case.experts) for case in one_piece] == [("multi_micro", "auto"), ("multi_micro", "flashinfer"), ("multi_micro", "grouped_mm")]
+
+
+def test_choices_without_a_row_are_refused() -> None:
+    with pytest.raises(BenchError, match="expert_major knows neither two_dispatch nor flashinfer"):
+        cases(options_of(schemes=("hybrid4-cfg",), layouts=("expert_major",), experts=("flashinfer",)))
+
+
+def test_moe_rows_of_one_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is not installed here says so in its row."""
+    out = tmp_path / "moe.json"
+    chosen = ["--moe-backend", "auto", "--moe-backend", "grouped_mm", "--moe-backend", "flashinfer", "--moe-path", "two_dispatch"]
+    assert main([*PROGRAM, "--alone", "--scheme", "hybrid4-cfg", "--task", "t2i", "--moe-layout", "micro_major", *chosen, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["moe"] for row in rows] == [f"micro_major two_dispatch, {name}" for name in ("eager", "grouped_mm", "flashinfer")]
+    assert rows[2]["not_run"] == "no CUDA device" and "flashinfer not run: no CUDA device" in capfd.readouterr().out
+    assert rows[0]["digest"] != rows[1]["digest"], "other products round differently"
+
+
+def test_flashinfer_alone_is_refused_where_it_is_not(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROGRAM, "--alone", "--scheme", "hybrid4-cfg", "--moe-layout", "micro_major", "--moe-backend", "flashinfer"]) == 1
+    assert "moe_backend flashinfer cannot run here: no CUDA device" in capfd.readouterr().err
+
+
+def test_pictures_and_prefixes_of_many_sizes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sizes.json"
+    assert main([*PROGRAM, "--alone", "--scheme", "hybrid4-cfg", "--sizes", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    prefixes = [prefix // 16 for prefix in PREFIXES]
+    assert [(row["height"], row["width"], row["image_tokens"], row["prefix"]) for row in rows] == [
+        (h, w, h * w // 256, prefix) for h, w in ((64, 64), (128, 128), (128, 256)) for prefix in prefixes
+    ]
+    printed = capfd.readouterr().out
+    assert "128 tokens hybrid4-cfg" in printed and "128 tokens 8 ranks" in printed and "*: predicted" in printed
+
+
+def test_rows_of_another_size_have_the_same_prefix() -> None:
+    built = release(layers=2)
+    task = Task("sizes", 0, 10000)
+    square, wide = image_rows(built, task), image_rows(built, task, (1024, 2048))
+    assert wide.cond.gen.grid == (64, 128) and wide.cond.prefix_length == wide.uncond.prefix_length == 10000
+    assert wide.cond.tokens[:10001] == square.cond.tokens[:10001]
+    assert len(wide.cond) == len(square.cond) + 4096 and len(wide.cond.positions("joint_full")) == len(wide.cond)
+    with pytest.raises(BenchError, match="a prefix of 20000 tokens needs a longer text than the bench has"):
+        image_rows(built, Task("sizes", 0, 20000))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [(["--moe-table", "--moe-path", "two_dispatch"], "--moe-table chooses layouts"), (["--sizes", "--task", "t2i"], "--sizes measures prefixes of its own")],
+)
+def test_choices_that_exclude_each_other(chosen: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROGRAM, "--alone", *chosen]) == 1
+    assert message in capfd.readouterr().err
 
 
 def test_schemes_follow_the_ranks() -> None:
