@@ -17,9 +17,10 @@ from ..kernels.moe import MOE_LAYOUTS, MOE_PATHS
 from ..models.hunyuan_image_3.denoise import CFG_MODES
 from ..parallel.cluster import Cluster
 from ..parallel.faults import SectionMismatch
-from . import ar_table, denoise_table, e2e_table, node, node_picture, vae_table
+from . import ar_table, denoise_accuracy, denoise_table, e2e_table, node, node_picture, vae_table
 from .ar_table import ArOptions
 from .denoise import STEPS
+from .denoise_accuracy import AccuracyOptions
 from .denoise_cases import EXPERTS, SCHEMES, DenoiseOptions, choose_schemes
 from .denoise_plot import plot
 from .e2e_table import E2eOptions
@@ -34,6 +35,8 @@ TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table, "vae": vae
 OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions, "vae": VaeOptions}
 TOKENS = 1024
 """Of one text of bench node."""
+ALL_LAYERS, ACCURATE_LAYERS = 32, 4
+"""Of the release, and those that a device can hold in fp32 beside bf16."""
 StartRanks = Callable[[Sequence[str], dict[str, Any]], None]
 Join = Callable[[dict[str, Any]], AbstractContextManager[Cluster]]
 
@@ -117,7 +120,10 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
         "--sizes", action="store_true", help="instead of the tasks: pictures of 512x512, 1024x1024 and 1024x2048 behind prefixes of 1k to 10k tokens"
     )
     denoise.add_argument("--reduction", choices=("auto", "group"), default="auto", help="group: NCCL adds up the ranks' parts, and nothing is recorded")
-    denoise.add_argument("--layers", type=int, default=32)
+    denoise.add_argument(
+        "--accuracy", action="store_true", help="instead of times: how far the velocities of one step lie from fp32, by eager and by fused kernels"
+    )
+    denoise.add_argument("--layers", type=int, help="(default: 32, with --accuracy 4)")
     denoise.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     denoise.add_argument("--repeats", type=int, default=3)
@@ -184,7 +190,22 @@ def _e2e(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     _measure("e2e", options, run, start_ranks)
 
 
+def _accuracy(options: argparse.Namespace) -> None:
+    if set(options.scheme) - {"single"} or (options.ranks or 1) != 1 or options.moe_table or options.sizes:
+        raise BenchError("--accuracy compares models on one rank; leave --ranks, --moe-table, --sizes and every --scheme but single out.")
+    small = options.scale == "small"
+    run = AccuracyOptions(experts=tuple(options.moe_backend), layers=2 if small else options.layers or ACCURATE_LAYERS, small=small)
+    result = denoise_accuracy.measure(run, _own_device(options.device))
+    denoise_accuracy.print_result(result)
+    if options.out is not None:
+        write_result(result, options.out)
+    denoise_accuracy.require_close(result)
+
+
 def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
+    if options.accuracy:
+        _accuracy(options)
+        return
     ranks = options.ranks or (0 if options.alone else _device_count(options.device))
     alone = options.alone or ranks == 1
     if options.moe_table and (options.moe_layout or options.moe_path or options.moe_backend):
@@ -203,7 +224,7 @@ def _denoise(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         moe_table=options.moe_table,
         sizes=options.sizes,
         reduction=options.reduction,
-        layers=2 if options.scale == "small" else options.layers,
+        layers=2 if options.scale == "small" else options.layers or ALL_LAYERS,
         small=options.scale == "small",
         repeats=options.repeats,
     )
@@ -273,8 +294,11 @@ def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOp
         out = None if options.out is None else str(options.out.resolve())
         start_ranks(["bench"], {"bench": bench, "ranks": run.ranks, "device": options.device, "run": asdict(run), "out": out})
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    _show(bench, TABLES[bench].run_alone(run, device), options.out)
+    _show(bench, TABLES[bench].run_alone(run, _own_device(options.device)), options.out)
+
+
+def _own_device(kind: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
 
 
 def _show(bench: str, result: dict[str, Any], out: Path | None) -> None:

@@ -131,8 +131,12 @@ class GuidedStep:
         sigmas = flow_sigmas(STEPS, FLOW_SHIFT)
         self._sigma, self._after = float(sigmas[0]), float(sigmas[1])
 
+    def velocity(self, launch: str) -> torch.Tensor:
+        """``[2, C, h, w]``, the conditional branch first."""
+        return self.denoisers[launch].velocity(self.rows, self.noise, StepInputs(1000.0 * self._sigma, 1000.0 * self._after))
+
     def __call__(self, launch: str) -> torch.Tensor:
-        velocity = self.denoisers[launch].velocity(self.rows, self.noise, StepInputs(1000.0 * self._sigma, 1000.0 * self._after))
+        velocity = self.velocity(launch)
         return euler_step(self.noise, guide(velocity[:1], velocity[1:], GUIDANCE), self._sigma, self._after)
 
     @property

@@ -114,7 +114,7 @@ def _measure(
     load = checked_options(LoadOptions(moe_layout=case.layout, moe_path=case.path, moe_backend=backend, reduction=options.reduction), device)
     model = shards.get(plan, load).model(built.config, plan, comm, load, device)
     if case.experts == GROUPED_MM:
-        _use_grouped_mm(model)
+        use_grouped_mm(model)
     moe = f"{lying(case, plan)}, {model.weights['denoise'].kernels.moe_words}"
     rows = []
     for task, size in pictures(options):
@@ -133,7 +133,7 @@ def lying(case: Case, plan: ParallelPlan) -> str:
     return "one piece" if plan.micro_count == 1 else "micro shard" if plan.topology("denoise").micro is not None else f"{case.layout} {case.path}"
 
 
-def _use_grouped_mm(model: HunyuanImage3Model) -> None:
+def use_grouped_mm(model: HunyuanImage3Model) -> None:
     """Of a step alone: the prefixes are computed as ever."""
     weights = model.weights["denoise"]
     model.weights = {**model.weights, "denoise": replace(weights, kernels=with_grouped_mm(weights.kernels))}
