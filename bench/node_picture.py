@@ -17,7 +17,7 @@ from typing import Any
 
 from .ar import TASKS, Task
 from .denoise import image_prompt
-from .denoise_table import SCHEMES
+from .denoise_cases import SCHEMES
 from .environment import ROOT
 from .errors import BenchError
 from .node_client import Graph, NodeRun, run_graph
