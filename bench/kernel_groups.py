@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 GROUPS: tuple[tuple[str, str], ...] = (
     ("collectives", r"nccl|_reduce_rows"),
-    ("experts", r"_(up|down)_by_|multiply_groups|_sort_rows|_combine|_place|moe|grouped"),
+    ("experts", r"_(up|down)_by_|multiply_groups|_sort_rows|_combine|_place|moe|grouped|enable_3x_kernel"),
     ("router", r"_route_tokens"),
     ("attention", r"sdpa|flash|fmha|_attend_rows|^_join"),
     ("rotary and norms", r"_rotate_into|_residual_norm|rms_norm"),

@@ -20,6 +20,7 @@ from .denoise import image_prompt
 from .denoise_cases import SCHEMES
 from .environment import ROOT
 from .errors import BenchError
+from .grouped_mm_experts import GROUPED_MM
 from .node_client import Graph, NodeRun, run_graph
 from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load
 from .release import RELEASE, SMALL, Release
@@ -190,7 +191,7 @@ def bench_row(options: PictureOptions) -> dict[str, Any]:
     values = json.loads(options.compare.read_text(encoding="utf-8"))
     if (values["ranks"], values["layers"], values["alone"]) != (options.ranks, options.layers, options.ranks == 1):
         raise BenchError(f"{options.compare} is of {values['ranks']} ranks and {values['layers']} layers; run bench denoise with the settings of bench node")
-    rows = [row for row in values["rows"] if row["task"] == TASKS[0].name and row["cfg"] == "batched" and _as_loaded(row, options.scheme)]
+    rows = [row for row in values["rows"] if row["task"] == TASKS[0].name and row.get("cfg") == "batched" and _as_loaded(row, options.scheme)]
     if not rows:
         raise BenchError(f"{options.compare} has no row of {TASKS[0].name}, plan {options.scheme}, micro_major multi_micro and batched guidance")
     best = min(rows, key=lambda row: row["ms_per_step"]["median"])
@@ -198,7 +199,9 @@ def bench_row(options: PictureOptions) -> dict[str, Any]:
 
 
 def _as_loaded(row: dict[str, Any], plan: str) -> bool:
-    return SCHEMES[row["scheme"]].plan == plan and row["moe"].startswith(("one piece", "micro_major multi_micro"))
+    """Rows that were not run have no way of guidance. Other experts than this pack's are for comparisons."""
+    ours = not row["moe"].endswith(GROUPED_MM) and "flashinfer" not in row["moe"]
+    return SCHEMES[row["scheme"]].plan == plan and ours and row["moe"].startswith(("one piece", "micro_major multi_micro"))
 
 
 def print_result(result: dict[str, Any]) -> None:

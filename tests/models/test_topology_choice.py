@@ -104,19 +104,22 @@ def test_heads_that_ulysses_cannot_split_leave_it_out() -> None:
     assert choose_way(plan, AUTO, case, kv_heads=4, table=table).attention == "kv_gather"
 
 
-@pytest.mark.parametrize("prefix", [1251, 6290])
-def test_figures_are_those_of_the_results(prefix: int) -> None:
-    four, two = (next(m for m in TABLE if (m.plan, m.prefix) == (plan, prefix)) for plan in ("hybrid", "tp"))
-    schemes = {"hybrid4-cfg": ("cfg", None), "hybrid4-ulysses": ("sp", "ulysses"), "hybrid4-kv_gather": ("sp", "kv_gather"), "tp2": ("tp", None)}
-    seen = set()
-    for file, measured in (("denoise_alone_h200.json", four), ("denoise_tp2_h200.json", two)):
-        rows = json.loads((RESULTS / file).read_text())["rows"]
-        launches = {row["launch"] for row in rows}
-        for row in rows:
-            if row["prefix"] != prefix or row["launch"] != ("graph" if "graph" in launches else "eager"):
-                continue
-            assert (measured.guided, measured.image_tokens) == (True, row["image_tokens"])
-            (figure,) = [f for f in measured.figures if (f.denoise, f.attention, f.cfg) == (*schemes[row["scheme"]], row["cfg"])]
-            assert figure.ms == pytest.approx(row["ms_per_step"]["median"] + row["left_out_ms"], abs=0.051)
-            seen.add(figure)
-    assert seen == {*four.figures, *two.figures}
+SCHEMES = {
+    ("cfg", None): "hybrid4-cfg",
+    ("sp", "ulysses"): "hybrid4-ulysses",
+    ("sp", "kv_gather"): "hybrid4-kv_gather",
+}
+
+
+@pytest.mark.parametrize("measured", TABLE, ids=Measured.words)
+def test_figures_are_those_of_the_results(measured: Measured) -> None:
+    """The fastest launch of the default experts; other rows of a file are other ways to compute them."""
+    file = {4: "denoise_alone_h200.json", 2: "denoise_tp2_h200.json"}[measured.ranks]
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    assert measured.guided
+    for figure in measured.figures:
+        scheme = SCHEMES[figure.denoise, figure.attention] if measured.ranks == 4 else "tp2"
+        case = (scheme, figure.cfg, measured.prefix, measured.image_tokens)
+        same = [row for row in rows if (row["scheme"], row.get("cfg"), row["prefix"], row.get("image_tokens")) == case]
+        usual = [row for row in same if row["moe"] in ("micro_major multi_micro, triton", "one piece, triton")]
+        assert figure.ms == pytest.approx(min(row["ms_per_step"]["median"] + row["left_out_ms"] for row in usual), abs=0.051)
