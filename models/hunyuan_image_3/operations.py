@@ -220,9 +220,7 @@ def denoise(context: OperationContext, args: dict[str, Any], tensors: Tensors) -
     way = _go(context, engine, args, first=not (args.get("place") or [0])[0])
     saved = _prefix_saving(context, engine, told[0], way) if told else {}
     after = args.get("sigma_next")
-    step = StepInputs(
-        timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance")
-    )
+    step = StepInputs(timestep=_fp32(args["sigma"]), timestep_r=None if after is None else _fp32(after), guidance=args.get("guidance"))
     return saved, {"velocity": engine.velocity(rows, latents, step)}
 
 
