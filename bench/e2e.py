@@ -161,7 +161,7 @@ class WholePicture:
         show, stamps = engine.previews(request, section.report), [time.perf_counter()]
 
         def trace(index: int, step: StepTrace) -> None:
-            show(index, step)  # waits for the device
+            show(index, step)  # waits for the device, one step behind
             stamps.append(time.perf_counter())
 
         latent = engine.sample(request, check=section.check, trace=trace)

@@ -120,6 +120,7 @@ def row_of(pictures: Sequence[Picture], trace: Trace, comm: Communicator) -> dic
         "switch_ms": seconds["switch"] * 1e3,
         "ms_per_step": seconds["denoise"] * 1e3 / trace.steps,
         "median_ms_per_step": median[-1] / 1e6,
+        "steps_ms": [round(ms, 3) for ms in last.step_ms],
         "vae_s": seconds["vae"],
         "e2e_s": sum(seconds.values()),
         "parts_s": seconds,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from .references import EncodedReference, PreparedReference, ReferenceStore, dra
 from .resolution import ResolutionTable
 from .schedule import flow_sigmas
 from .sequence import CondImage, ImageRows, resolution_table
+from .step_previews import Report, StepPreviews
 from .text_generation import TextGenerator, TextRequest, TextResult
 from .text_rules import NotANumberError, StageRules
 from .tokenizer import HunyuanTokenizer
@@ -31,7 +31,6 @@ from .topology_choice import DenoiseWay
 from .vae_memory import VaeRoom, free_bytes
 
 Check = Callable[[int, int], None]
-Report = Callable[[dict[str, Any]], None]
 _DEFAULT = LoadOptions()
 
 
@@ -174,16 +173,16 @@ class Engine:
         return self._finite(latent, "the final latent")
 
     def previews(self, request: ImageRequest, report: Report) -> Callable[[int, StepTrace], None]:
-        """A ``trace`` of :meth:`sample` that reports every step: what the picture would be if its velocity held to the end, which is clear long
-        before the noisy latent is."""
-        sigmas = flow_sigmas(request.steps, request.flow_shift)
+        """A ``trace`` of :meth:`sample` that reports every step."""
 
-        def show(index: int, step: StepTrace) -> None:
-            expected = step.latent_in - float(sigmas[index]) * step.pred
-            self._await_steps("a step of the picture")
-            report({"kind": "steps", "done": index + 1, "total": request.steps, "latents": expected.cpu()})
+        def settle(reached: torch.cuda.Event | None) -> None:
+            if reached is not None and self.model.plan.world_size > 1:
+                self.model.comm.await_event(reached, "a step of the picture")
+            elif reached is not None:
+                reached.synchronize()  # a rank alone may take its time
+            self.denoiser.require()
 
-        return show
+        return StepPreviews(flow_sigmas(request.steps, request.flow_shift), report, settle)
 
     def draw(self, request: ImageRequest) -> torch.Tensor:
         """Initial noise ``[b, C, h, w]``, one generator per picture."""

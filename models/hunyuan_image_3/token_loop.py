@@ -144,6 +144,8 @@ class DeviceLoop:
         self._step = DecodeStep(model, cache, self._chooser, reduction)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._seen: deque[_Snapshot] = deque()
+        # Steps behind the last token that the limit allows would change nothing and delay what follows the text.
+        self._left = job.limit - 1
         self.tokens: list[int] = []
         self.done = False
 
@@ -187,9 +189,12 @@ class DeviceLoop:
             count -= 1
 
     def _launch(self, count: int) -> None:
+        count = min(count, self._left)
+        self._left -= count
         for _ in range(count):
             self.step()
-        self._seen.append(_Snapshot(self._chooser, self._reduction.failed))
+        if count or not self._seen:
+            self._seen.append(_Snapshot(self._chooser, self._reduction.failed))
 
     def step(self) -> None:
         """One more token, not awaited."""

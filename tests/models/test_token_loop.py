@@ -130,6 +130,15 @@ def test_sampled_with_penalty_and_cut_at_the_limit(folders: dict[str, Path], dra
     assert host.tokens != write(engine_in(folders["spec"]), HostLoop, request).tokens, "the settings must matter"
 
 
+def test_no_step_runs_behind_the_last_token_that_the_limit_allows(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a text would wait for it."""
+    steps, step = [], DeviceLoop.step
+    monkeypatch.setattr(DeviceLoop, "step", lambda self: (steps.append(1), step(self))[1])
+    request = replace(REQUEST, prompt="a quick dog!", task="auto", need_ratio=False, max_new_tokens=6)
+    assert len(write(engine_in(folders["spec"]), DeviceLoop, request, steps=4).tokens) == 6
+    assert len(steps) == 5, "the first token comes from the prompt"
+
+
 @pytest.mark.parametrize("task", ["img_ratio", "image"])
 def test_one_token(folders: dict[str, Path], task: str) -> None:
     host, _ = both(engine_in(folders["spec"]), replace(REQUEST, task=task, max_new_tokens=1), traced=True)
