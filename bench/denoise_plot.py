@@ -73,7 +73,7 @@ def _curves(axes: Any, chosen: Iterable[Point], x: Callable[[Point], int], words
     axes.set_xlabel(words)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(0.0, 0.72))
 
 
 def _worlds(axes: Any, known: list[Point], guessed: list[Point], tokens: int) -> None:
