@@ -83,7 +83,9 @@ class OperationCall:
     plan: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without copies of the arguments, which can be long: it is written out at once."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"tensors": [asdict(spec) for spec in self.tensors], "key": asdict(self.key)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> OperationCall:

@@ -97,8 +97,9 @@ class TokenRow:
         return tuple(slices)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers; `from_json` gives an equal row."""
-        return asdict(self)
+        """Plain lists and numbers; `from_json` gives an equal row. Every step of a stock sampler asks for it, and `asdict` would copy the thousands of
+        tokens one by one."""
+        return {"tokens": list(self.tokens), "cond": [asdict(span) for span in self.cond], "gen": None if self.gen is None else asdict(self.gen)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TokenRow:
