@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -97,19 +99,37 @@ class TokenRow:
         return tuple(slices)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers; `from_json` gives an equal row. Every step of a stock sampler asks for it, and `asdict` would copy the thousands of
-        tokens one by one."""
-        return {"tokens": list(self.tokens), "cond": [asdict(span) for span in self.cond], "gen": None if self.gen is None else asdict(self.gen)}
+        """Plain lists and numbers; `from_json` gives an equal row. Every step of a stock sampler sends it, so the thousands of equal tokens of a picture
+        are one entry.
+        """
+        return {"tokens": self._runs, "cond": [asdict(span) for span in self.cond], "gen": None if self.gen is None else asdict(self.gen)}
+
+    @cached_property
+    def _runs(self) -> list[int | list[int]]:
+        """The tokens, and [token, count] for equal ones in a row."""
+        runs = ((token, len(list(equal))) for token, equal in groupby(self.tokens))
+        return [token if count == 1 else [token, count] for token, count in runs]
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TokenRow:
         """The row that `to_json` described, also after a trip through JSON text."""
         cond = tuple(CondSpan(**_tuples(span)) for span in values["cond"])
         gen = None if values["gen"] is None else GenSpan(**_tuples(values["gen"]))
-        return cls(tuple(values["tokens"]), cond, gen)
+        tokens: list[int] = []
+        for run in values["tokens"]:
+            if isinstance(run, int):
+                tokens.append(run)
+            else:
+                tokens += [run[0]] * run[1]
+        return cls(tuple(tokens), cond, gen)
 
     def digest(self) -> str:
-        """Equal for equal rows, in every process. Every step of a picture asks for it, so the tokens are not written out as text."""
+        """Equal for equal rows, in every process."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        # Every step of a picture asks for it, and the tokens are not written out as text.
         total = hashlib.sha256(array("q", self.tokens).tobytes())
         total.update(repr((self.cond, self.gen)).encode())
         return total.hexdigest()

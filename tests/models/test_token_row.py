@@ -64,3 +64,11 @@ def test_row_survives_json_and_digest_sees_every_field() -> None:
         replace(row, cond=(replace(row.cond[0], vit_grid=(1, 4)),)),
     ]
     assert len({row.digest(), *(other.digest() for other in others)}) == 5
+
+
+def test_equal_tokens_in_a_row_travel_as_one_entry() -> None:
+    """A picture has thousands of them, and every step of a stock sampler sends them."""
+    row = TokenRow((7, 7, 7, 5, 9, 9, *[3] * 4096, 5), (), None)
+    sent = json.dumps(row.to_json())
+    assert len(sent) < 100
+    assert TokenRow.from_json(json.loads(sent)) == row
