@@ -61,7 +61,8 @@ def compile_kernel(file: str, name: str, definitions: tuple[str, ...], architect
         raise CudaSourceError(f"{file} cannot be compiled: {reason}")
     binary = _compile(FOLDER / file, definitions, architecture)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # PyTorch's context is the current one from here on
+        # The runtime makes its context, and makes it this thread's, with the first call that needs one; the driver's functions below do not.
+        torch.cuda.synchronize()
         library = _check(driver.cuModuleLoadData(binary), f"load {file}")
         function = _check(driver.cuModuleGetFunction(library, name.encode()), f"find {name} in {file}")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
