@@ -59,7 +59,12 @@ def compile_kernel(file: str, name: str, definitions: tuple[str, ...], architect
     reason = why_not_compiled()
     if reason is not None:
         raise CudaSourceError(f"{file} cannot be compiled: {reason}")
-    binary = _compile(FOLDER / file, definitions, architecture)
+    try:
+        binary = _compile(FOLDER / file, definitions, architecture)
+    except CudaSourceError:
+        raise
+    except RuntimeError as error:  # the bindings look for NVRTC at the first call, and another PyTorch may have brought another version of it
+        raise CudaSourceError(f"{file} cannot be compiled: {error}") from error
     with torch.cuda.device(device):
         # The runtime makes its context, and makes it this thread's, with the first call that needs one; the driver's functions below do not.
         torch.cuda.synchronize()

@@ -73,3 +73,18 @@ def test_why_not_without_the_device_or_the_compiler(monkeypatch: pytest.MonkeyPa
     assert why_not_hopper(torch.device("cpu")) == "no CUDA device"
     monkeypatch.setattr(cuda_source, "driver", None)
     assert cuda_source.why_not_compiled() == "cuda.bindings is not installed"
+
+
+def test_bindings_without_their_compiler_are_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are installed for themselves, and look for NVRTC of their own version when it is first called."""
+
+    class Bindings:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("Failed to dlopen libnvrtc.so.13")
+
+    monkeypatch.setattr(cuda_source, "driver", object())
+    monkeypatch.setattr(cuda_source, "nvrtc", Bindings())
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    device = torch.device("cuda", 5)
+    assert why_not_hopper(device) == "hopper_experts.cu cannot be compiled: Failed to dlopen libnvrtc.so.13"
