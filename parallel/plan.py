@@ -207,6 +207,10 @@ class ParallelPlan:
                     f"(plan {self.name}); choose {alternatives(fits)} {'rank' if fits == [1] else 'ranks'}"
                 )
 
+    def splits_heads(self, kv_heads: int) -> bool:
+        """Whether ``kv_heads`` can be split as attention of this plan needs it."""
+        return kv_heads % (self.storage_tp * self.head_parts) == 0
+
     def describe(self) -> str:
         """One line for logs and the Ranks node."""
         if self.world_size == 1:

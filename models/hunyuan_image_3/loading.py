@@ -260,4 +260,6 @@ def resolve_plan(
         denoise=None if denoise == "auto" else denoise,
         attention="ulysses" if attention == "auto" else attention,
     )
+    if attention == "auto" and not plan.splits_heads(HunyuanImage3Config.from_folder(folder).num_key_value_heads):
+        plan = plan.denoising(plan.denoise, "kv_gather")  # any number of heads can be gathered
     return plan, reason

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
 
-from ...parallel.plan import KV_HEADS, AttentionKind, DenoiseKind, ParallelPlan, PlanError, PlanName
+from ...parallel.plan import AttentionKind, DenoiseKind, ParallelPlan, PlanError, PlanName
 from .denoise import CfgMode
 
 BY_BRANCH: Mapping[DenoiseKind, DenoiseKind] = {"cfg": "sp", "cfg_sp": "sp"}
@@ -137,16 +137,8 @@ def _ways(plan: ParallelPlan, wish: TopologyWish, case: Case, kv_heads: int) -> 
 
 def _attentions(plan: ParallelPlan, kind: DenoiseKind, wish: TopologyWish, kv_heads: int) -> list[AttentionKind]:
     kinds = [wish.attention or plan.attention, *(() if wish.attention else ("ulysses", "kv_gather"))]
-    split = [attention for attention in dict.fromkeys(kinds) if _heads_split(plan.denoising(kind, attention), kv_heads)]
+    split = [attention for attention in dict.fromkeys(kinds) if plan.denoising(kind, attention).splits_heads(kv_heads)]
     return split if plan.denoising(kind, plan.attention).sp_size > 1 else split[:1]
-
-
-def _heads_split(plan: ParallelPlan, kv_heads: int) -> bool:
-    try:
-        plan.check_divides({KV_HEADS: kv_heads})
-    except PlanError:
-        return False
-    return True
 
 
 def _figures(measured: Measured, way: DenoiseWay) -> tuple[float, float] | None:

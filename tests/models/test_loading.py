@@ -290,6 +290,16 @@ class TestPlanChoice:
     def test_choices_of_the_loader(self, eight_ways: Path, choices: dict, text: str) -> None:
         assert self.resolve(eight_ways, **choices)[0] == text
 
+    def test_auto_attention_gathers_heads_that_cannot_be_exchanged(self, eight_ways: Path) -> None:
+        """Two machines of eight ranks each: a rank has one head of the release's eight."""
+        choices = {"world_size": 16, "free_bytes_per_rank": 10**9, "name": "replicated"}
+        plan, _ = resolve_plan(eight_ways, **choices)
+        assert plan.describe_denoise() == "TP8×SP2 (kv_gather)"
+        check_folder(eight_ways, plan, LoadOptions())
+        fixed, _ = resolve_plan(eight_ways, **choices, attention="ulysses")
+        with pytest.raises(PlanError, match="num_key_value_heads 8 cannot be split over the heads of 16"):
+            check_folder(eight_ways, fixed, LoadOptions())
+
     def test_what_the_launch_was_asked_for_is_said(self, eight_ways: Path) -> None:
         assert self.resolve(eight_ways, at_start="tp")[1] == "tp: chosen at start"
 
