@@ -15,20 +15,20 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="phase-parallel bench", description="Measure the pack with random weights of the 80B sizes.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="BENCH")
     memory = commands.add_parser("memory", help="peak memory of a long prefix on one rank")
-    memory.add_argument("--ranks", type=int, default=4, choices=(1, 2, 4, 8), help="ranks that share the weights (default 4)")
-    memory.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
+    memory.add_argument("--ranks", type=_count, default=4, choices=(1, 2, 4, 8), help="ranks that share the weights (default 4)")
+    memory.add_argument("--layers", type=_count, default=4, help="layers of the model (default 4)")
     memory.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     ar = commands.add_parser("ar", help="prefill and decode, ms and share of the floor")
     ar.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
-    ar.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
+    ar.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU)")
     ar.add_argument("--alone", action="store_true", help="measure one rank of --ranks on one GPU, without its peers")
-    ar.add_argument("--layers", type=int, default=32)
+    ar.add_argument("--layers", type=_count, default=32)
     ar.add_argument("--moe-layout", choices=MOE_LAYOUTS, default="micro_major")
     ar.add_argument("--moe-backend", choices=MOE_BACKENDS, default="auto", help="who computes the routed experts (default: as the other kernels)")
     ar.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     ar.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    ar.add_argument("--tokens", type=int, default=64, help="tokens of one measurement (default 64)")
-    ar.add_argument("--repeats", type=int, default=5)
+    ar.add_argument("--tokens", type=_count, default=64, help="tokens of one measurement (default 64)")
+    ar.add_argument("--repeats", type=_count, default=5)
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
     _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument("--alone", action="store_true", help="measure one rank of each scheme on one GPU, without its peers")
-    denoise.add_argument("--ranks", type=int, help="ranks (default: one for each GPU; with --alone the schemes of any number)")
+    denoise.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU; with --alone the schemes of any number)")
     denoise.add_argument("--scheme", choices=tuple(SCHEMES), action="append", default=[], help="may be repeated (default: all that fit the ranks)")
     denoise.add_argument("--task", choices=("t2i", "ti2i", "both"), default="both")
     denoise.add_argument("--cfg", choices=CFG_MODES, help="both branches in one pass or one after the other (default: both ways)")
@@ -63,22 +63,38 @@ def _add_denoise(denoise: argparse.ArgumentParser) -> None:
     denoise.add_argument(
         "--accuracy", action="store_true", help="instead of times: how far the velocities of one step lie from fp32, by eager and by fused kernels"
     )
-    denoise.add_argument("--layers", type=int, help="(default: 32, with --accuracy 4)")
+    denoise.add_argument("--layers", type=_count, help="(default: 32, with --accuracy 4)")
     denoise.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     denoise.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    denoise.add_argument("--repeats", type=int, default=3)
+    denoise.add_argument("--repeats", type=_count, default=3)
     denoise.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
 
 
 def _add_vae(vae: argparse.ArgumentParser) -> None:
     vae.add_argument("--alone", action="store_true", help="one rank makes everything, whatever the number of GPUs")
-    vae.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), help="ranks (default: one for each GPU)")
+    vae.add_argument("--ranks", type=_count, choices=(1, 2, 4, 8), help="ranks (default: one for each GPU)")
     vae.add_argument("--size", type=_size, action="append", default=[], metavar="HxW", help="may be repeated (default: 1024x1024, 2048x2048, the widest)")
-    vae.add_argument("--beside", type=float, default=0.0, metavar="GB", help="memory of each GPU that is taken first, as weights would (default 0)")
+    vae.add_argument("--beside", type=_gigabytes, default=0.0, metavar="GB", help="memory of each GPU that is taken first, as weights would (default 0)")
     vae.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     vae.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    vae.add_argument("--repeats", type=int, default=3)
+    vae.add_argument("--repeats", type=_count, default=3)
     vae.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _count(words: str) -> int:
+    if not (words.isdigit() and int(words)):
+        raise argparse.ArgumentTypeError(f"{words!r} is no number of times or things; give 1 or more")
+    return int(words)
+
+
+def _gigabytes(words: str) -> float:
+    try:
+        value = float(words)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{words!r} is no amount of memory in GB; give 0 or more")
+    return value
 
 
 def _size(words: str) -> tuple[int, int]:
@@ -91,13 +107,13 @@ def _size(words: str) -> tuple[int, int]:
 def _add_node(node: argparse.ArgumentParser) -> None:
     node.add_argument("--task", choices=("text", "picture"), default="text", help="default: text")
     node.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
-    node.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
-    node.add_argument("--layers", type=int, default=32)
+    node.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU)")
+    node.add_argument("--layers", type=_count, default=32)
     node.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     node.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    node.add_argument("--tokens", type=int, help="tokens of one text (default 1024)")
-    node.add_argument("--steps", type=int, help="steps of one picture (default 50)")
-    node.add_argument("--repeats", type=int, default=3, help="texts or pictures that are measured (default 3)")
+    node.add_argument("--tokens", type=_count, help="tokens of one text (default 1024)")
+    node.add_argument("--steps", type=_count, help="steps of one picture (default 50)")
+    node.add_argument("--repeats", type=_count, default=3, help="texts or pictures that are measured (default 3)")
     node.add_argument("--cancels", type=int, default=5, help="how often one is cancelled (default 5)")
     node.add_argument("--compare", type=Path, metavar="FILE", help="result of bench ar (text) or bench denoise (picture) in the same setting")
     node.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
@@ -105,11 +121,11 @@ def _add_node(node: argparse.ArgumentParser) -> None:
 
 def _add_e2e(e2e: argparse.ArgumentParser) -> None:
     e2e.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # as the other tables have it; refused with the reason
-    e2e.add_argument("--ranks", type=int, help="ranks (default: one for each GPU)")
+    e2e.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU)")
     e2e.add_argument("--scheme", choices=tuple(SCHEMES), action="append", default=[], help="may be repeated (default: all that fit the ranks)")
     e2e.add_argument("--task", choices=("t2i", "ti2i", "both"), default="both")
-    e2e.add_argument("--layers", type=int, default=32)
+    e2e.add_argument("--layers", type=_count, default=32)
     e2e.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     e2e.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
-    e2e.add_argument("--repeats", type=int, default=3, help="pictures that are measured, behind a first one (default 3)")
+    e2e.add_argument("--repeats", type=_count, default=3, help="pictures that are measured, behind a first one (default 3)")
     e2e.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")

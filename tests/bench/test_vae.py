@@ -88,3 +88,13 @@ def test_bands_are_those_of_the_tallest_piece() -> None:
     assert finest_bands(config, (64, 64), 1) == 8, "2 GiB in bands of 256 MiB"
     assert finest_bands(config, (64, 64), 4) == 2
     assert finest_bands(config, (8, 64), 1) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["vae", "--repeats", "0"], ["vae", "--beside", "-1"], ["denoise", "--layers", "0"], ["ar", "--tokens", "-3"], ["e2e", "--ranks", "0"]]
+)
+def test_numbers_that_measure_nothing_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *words, "--device", "cpu", "--scale", "small"])
+    assert end.value.code == 2
+    assert f"argument {words[1]}: {words[2]!r} is no" in capsys.readouterr().err
