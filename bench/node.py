@@ -17,7 +17,7 @@ from .ar import TASKS, prompt_text
 from .environment import ROOT
 from .errors import BenchError
 from .node_client import Graph, NodeRun, run_graph
-from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load
+from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load, read_compared
 from .release import RELEASE, SMALL, Release
 from .timing import Spread
 
@@ -135,7 +135,7 @@ def _line(run: dict[str, Any]) -> str:
 def bench_row(options: NodeOptions) -> dict[str, Any]:
     """The fastest row of ``bench ar`` for the same task. Raises BenchError when the file is of another setting."""
     assert options.compare is not None
-    values = json.loads(options.compare.read_text(encoding="utf-8"))
+    values = read_compared(options.compare, "bench ar", "decode")
     if (values["ranks"], values["layers"], values["alone"]) != (options.ranks, options.layers, options.ranks == 1):
         raise BenchError(f"{options.compare} is of {values['ranks']} ranks and {values['layers']} layers; run bench ar with the settings of bench node")
     rows = [row for row in values["decode"] if row["task"] == TASKS[0].name]

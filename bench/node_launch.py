@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 import time
@@ -47,6 +48,17 @@ class LaunchOptions(Protocol):
     layers: int
     small: bool
     compare: Path | None
+
+
+def read_compared(file: Path, bench: str, rows: str) -> dict[str, Any]:
+    """The result of ``bench`` in ``file``, with its ``rows``. Raises BenchError when it is none."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if {"ranks", "layers", "alone", "commit", rows} <= set(values):
+            return values
+    except (OSError, ValueError, TypeError) as error:
+        raise BenchError(f"{file} cannot be read as a result of {bench}: {error}; give --compare a file of `phase-parallel {bench} --out FILE`") from error
+    raise BenchError(f"{file} is no result of {bench}; give --compare a file of `phase-parallel {bench} --out FILE`")
 
 
 def measure_in_launch(

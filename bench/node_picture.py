@@ -22,7 +22,7 @@ from .environment import ROOT
 from .errors import BenchError
 from .grouped_mm_experts import GROUPED_MM
 from .node_client import Graph, NodeRun, run_graph
-from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load
+from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load, read_compared
 from .release import RELEASE, SMALL, Release
 from .timing import Spread
 
@@ -188,7 +188,7 @@ def bench_row(options: PictureOptions) -> dict[str, Any]:
     Raises BenchError when the file is of another setting.
     """
     assert options.compare is not None
-    values = json.loads(options.compare.read_text(encoding="utf-8"))
+    values = read_compared(options.compare, "bench denoise", "rows")
     if (values["ranks"], values["layers"], values["alone"]) != (options.ranks, options.layers, options.ranks == 1):
         raise BenchError(f"{options.compare} is of {values['ranks']} ranks and {values['layers']} layers; run bench denoise with the settings of bench node")
     rows = [row for row in values["rows"] if row["task"] == TASKS[0].name and row.get("cfg") == "batched" and _as_loaded(row, options.scheme)]

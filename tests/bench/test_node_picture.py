@@ -122,3 +122,12 @@ def test_the_fastest_row_of_the_same_setting_is_compared(tmp_path: Path) -> None
 def test_lengths_belong_to_their_task(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "node", "--device", "cpu", "--scale", "small", *words]) == 1
     assert "--tokens belongs to --task text and --steps to --task picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "why"), [(None, "No such file"), ("x", "Expecting value"), ("{}", "is no result of bench denoise"), ("[]", "is no result")])
+def test_a_file_that_cannot_be_compared_is_refused_before_anything_starts(text: str | None, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "denoise.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(BenchError, match=why):
+        bench_row(replace(OPTIONS, compare=file))
