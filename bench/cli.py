@@ -87,6 +87,8 @@ def _e2e(options: argparse.Namespace, start_ranks: StartRanks) -> None:
 def _accuracy(options: argparse.Namespace) -> None:
     if set(options.scheme) - {"single"} or (options.ranks or 1) != 1 or options.moe_table or options.sizes:
         raise BenchError("--accuracy compares models on one rank; leave --ranks, --moe-table, --sizes and every --scheme but single out.")
+    if options.cfg or options.moe_layout or options.moe_path or options.reduction != "auto" or options.task == "ti2i":
+        raise BenchError("--accuracy takes one step of t2i as the loader has it; leave --cfg, --moe-layout, --moe-path, --reduction and --task ti2i out.")
     small = options.scale == "small"
     run = AccuracyOptions(experts=tuple(options.moe_backend), layers=2 if small else options.layers or ACCURATE_LAYERS, small=small)
     result = denoise_accuracy.measure(run, _own_device(options.device))

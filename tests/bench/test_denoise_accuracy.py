@@ -64,3 +64,9 @@ def test_an_error_is_relative() -> None:
 def test_choices_that_do_not_go_with_it(chosen: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*PROGRAM, *chosen]) == 1
     assert "--accuracy compares models on one rank" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("chosen", [["--cfg", "serial"], ["--moe-layout", "expert_major"], ["--reduction", "group"], ["--task", "ti2i"]])
+def test_choices_that_it_would_not_follow(chosen: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*PROGRAM, *chosen]) == 1
+    assert "--accuracy takes one step of t2i as the loader has it" in capfd.readouterr().err
