@@ -23,8 +23,8 @@ THREADS = 384
 UP_COLUMNS, DOWN_COLUMNS = 128, 256
 SHARED_BYTES = 232448
 """All that a block of sm_90 may have."""
-MAXIMUM_EXPERTS = 226
-"""So many fit behind the stages."""
+MAXIMUM_EXPERTS = 739
+"""So many numbers fit behind the stages."""
 
 
 @functools.cache

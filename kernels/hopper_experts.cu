@@ -289,6 +289,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
             if (rows <= 0) {
                 for (int step = 0; step < steps; ++step) {
                     wait_for(full + stage * 8, parity);
+                    // Without products nothing keeps the four warps together, and one that falls two turns behind would take the next phase for this one.
+                    await_warpgroup(multiplier);
                     if (thread < CLUSTER) arrive_at(empty + stage * 8, thread);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }

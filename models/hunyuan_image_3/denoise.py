@@ -84,6 +84,17 @@ class Denoiser:
         With CFG parallel and as many conditional as unconditional rows, each half of the ranks computes one branch; otherwise every rank
         computes every row. Nobody waits for the device: :meth:`require` says later whether the velocity may be used.
         """
+        try:
+            return self._velocity(rows, latents, step)
+        except torch.OutOfMemoryError:
+            # Several ranks connect anew behind a fault, which releases what is recorded; a rank alone must do so itself, or every further try fails.
+            if self._model.plan.world_size > 1 or self._graphs is None or not self._graphs.holds_memory:
+                raise
+        self.release()
+        torch.cuda.empty_cache()
+        return self._velocity(rows, latents, step)
+
+    def _velocity(self, rows: Sequence[DenoiseRow], latents: torch.Tensor, step: StepInputs) -> torch.Tensor:
         reduction = self._model.row_reduction()
         reduction.require()  # of the steps before
         view = self._model.comm.phase("denoise")

