@@ -135,8 +135,9 @@ class HunyuanImage3Model:
         self.plan = plan
         if self.comm.plan != plan:
             self.comm.denoise_as(plan)
-        whole = plan.topology("denoise").micro is None
-        self.weights = {**self.weights, "denoise": self._whole_shard if whole else self.weights["prefill"]}
+        views = self._whole_shard if plan.topology("denoise").micro is None else self.weights["prefill"]
+        if self.weights["denoise"] is not views:
+            self.weights = {**self.weights, "denoise": views}
 
     def new_cache(self, capacity: int, phase: Phase) -> KVCache:
         """Empty cache with the KV heads that this rank attends with in ``phase``."""
