@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("parallel", "kernels", "models", "nodes", "launch", "bench")
+ROOMS = ("parallel", "kernels", "models", "nodes", "launch", "bench", "train")
 COMFYUI = {"comfy", "comfy_extras", "comfy_execution", "execution", "folder_paths", "latent_preview", "node_helpers", "nodes", "server"}
 MAY_IMPORT = {
     "parallel": {"parallel"},
     "kernels": {"kernels"},
     "models": {"models", "kernels", "parallel"},
     "nodes": {"nodes", "models", "kernels", "parallel"},
-    "launch": {"launch", "bench", "models", "kernels", "parallel"},
-    "bench": {"bench", "models", "kernels", "parallel"},
+    "launch": {"launch", "bench", "train", "models", "kernels", "parallel"},
+    "bench": {"bench", "train", "models", "kernels", "parallel"},
+    "train": {"train", "models", "kernels", "parallel"},
 }
 PURE = ("parallel/plan.py", "parallel/environment.py", "parallel/ledger.py", "parallel/slicing.py", "models/hunyuan_image_3/keys.py")
 
@@ -73,7 +74,7 @@ def test_importing_everything_has_no_effect(tmp_path: Path) -> None:
     """No file, no log handler, no path entry, no thread, no socket, no CUDA context."""
     modules = [
         "phase_parallel." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("parallel", "kernels", "models", "launch", "bench")
+        for room in ("parallel", "kernels", "models", "launch", "bench", "train")
         for path in files(room)
         if path.name not in ("__init__.py", "rank.py")
     ]

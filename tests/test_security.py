@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("parallel", "kernels", "models", "nodes", "launch", "bench")
+ROOMS = ("parallel", "kernels", "models", "nodes", "launch", "bench", "train")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "np.load", "numpy.load"}
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"}

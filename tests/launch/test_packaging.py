@@ -10,7 +10,7 @@ PROJECT = tomllib.loads((PACK_ROOT / "pyproject.toml").read_text())
 
 
 def test_every_package_is_listed() -> None:
-    tops = ("bench", "kernels", "launch", "models", "nodes", "parallel")
+    tops = ("bench", "kernels", "launch", "models", "nodes", "parallel", "train")
     found = {"phase_parallel"}
     for top in tops:
         for init in (PACK_ROOT / top).rglob("__init__.py"):
