@@ -20,7 +20,7 @@ def pieces(text: str) -> list[str]:
 
 def vocabulary() -> tuple[str, ...]:
     """All pieces of all texts, sorted, each once."""
-    found: set[str] = {"1", "2"}  # numbers of pictures
+    found: set[str] = set()
     for words in LANGUAGES.values():
         for field in fields(words):
             for text in _strings(getattr(words, field.name)):

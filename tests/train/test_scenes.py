@@ -112,6 +112,17 @@ def test_shapes_never_touch_each_other_or_the_frame() -> None:
         assert not any(mask[[0, -1]].any() or mask[:, [0, -1]].any() for mask in covered)
 
 
+def test_each_place_is_moved_in_its_own_way() -> None:
+    """Else a model would learn that a whole picture moves at once."""
+    left, right = (np.flatnonzero(np.any(half != PALETTE["white"], -1).any(1))[0] for half in np.split(_two_discs(), 2, 1))
+    assert left != right
+
+
+def _two_discs() -> np.ndarray:
+    discs = [replace(CIRCLE, position="left"), SceneObject("circle", "blue", "small", "right")]
+    return render(make_scene(discs, "white", "square"), 1024, 1024, 1)
+
+
 def test_colours_are_exact_and_edges_are_mixed() -> None:
     pixels = render(make_scene([CIRCLE], "white", "square"), 256, 256, 0)
     assert tuple(pixels[128, 128]) == PALETTE["red"]
