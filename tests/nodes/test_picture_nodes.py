@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from phase_parallel.models.hunyuan_image_3.token_row import TokenRow
 from phase_parallel.nodes.conditioning import ConditioningError, find_row
 from phase_parallel.nodes.engine_handle import EngineHandle
 from phase_parallel.nodes.model_socket import NoFlowModel
@@ -98,7 +99,7 @@ def test_draw_sends_both_rows(engine: EngineHandle, calls: Any) -> None:
     name, args, _ = calls.made[0]
     assert name == "sample"
     assert (args["steps"], args["seeds"], args["guidance"]) == (4, [11, 12], 5.0)
-    assert len(args["cond"]["tokens"]) == len(args["uncond"]["tokens"])
+    assert len(TokenRow.from_json(args["cond"])) == len(TokenRow.from_json(args["uncond"]))
 
 
 def test_generate_refuses_a_mix_of_loaders(
