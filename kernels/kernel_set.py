@@ -104,7 +104,9 @@ FUSED = KernelSet(
 
 def _many_tokens_words(device: torch.device) -> str:
     reason = why_not_hopper(device)
-    return "many tokens' experts by the CUDA kernel for Hopper" if reason is None else f"many tokens' experts by Triton ({reason})"
+    if reason is not None:
+        return f"many tokens' experts by Triton ({reason})"
+    return "many tokens' experts by the CUDA kernel for Hopper where they are bf16 and whole tiles"
 
 
 def choose_kernels(device: torch.device, choice: KernelChoice = "auto") -> tuple[KernelSet, str]:

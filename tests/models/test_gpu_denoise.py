@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from specs import PICTURES_ON_GPUS
 
 from phase_parallel.models.hunyuan_image_3.denoise import CfgMode, Denoiser, DenoiseRow, StepTrace, guide, sample
 from phase_parallel.models.hunyuan_image_3.engine import Engine
@@ -14,25 +15,20 @@ from phase_parallel.models.hunyuan_image_3.loading import LoadOptions
 from phase_parallel.models.hunyuan_image_3.model import StepInputs
 from phase_parallel.models.hunyuan_image_3.schedule import euler_step, flow_sigmas
 from phase_parallel.models.hunyuan_image_3.sequence import ImageRows, build_image_rows
-from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
+from phase_parallel.models.hunyuan_image_3.synthetic import write_checkpoint
 from phase_parallel.models.hunyuan_image_3.vae_memory import free_bytes
 from phase_parallel.parallel.collectives import Communicator
 from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.plan import make_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# Experts get enough tokens for the kernels that the release's sizes use.
-SPEC = SyntheticSpec(
-    kind="instruct", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, experts=16, topk=4, expert_width=384, vocab=4096,
-    max_positions=16384, image_base_size=512, patch_embed_width=128, dtype="bfloat16", max_shard_bytes=64 << 20,
-)  # fmt: skip
 GUIDANCE = 2.5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpu") / "checkpoint"
-    write_checkpoint(path, SPEC)
+    write_checkpoint(path, PICTURES_ON_GPUS)
     return path
 
 
@@ -49,7 +45,7 @@ def rows_of(engine: Engine, prompt: str = "a cat on a mat " * 20) -> ImageRows:
 
 
 def noise_of(engine: Engine) -> torch.Tensor:
-    return torch.randn(1, SPEC.latent_channels, 32, 32, generator=torch.Generator().manual_seed(1)).to(engine.model.device)
+    return torch.randn(1, PICTURES_ON_GPUS.latent_channels, 32, 32, generator=torch.Generator().manual_seed(1)).to(engine.model.device)
 
 
 def draw(denoiser: Denoiser, engine: Engine, steps: int) -> list[torch.Tensor]:

@@ -10,24 +10,20 @@ from pathlib import Path
 import pytest
 from rank_gpus import have_gpus, on_gpu
 from rank_pool import RankPool
+from specs import PICTURES_ON_GPUS
 
 from phase_parallel.models.hunyuan_image_3.denoise import CFG_MODES, CfgMode
-from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
+from phase_parallel.models.hunyuan_image_3.synthetic import write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not have_gpus(2), reason="needs two CUDA devices")]
 HERE = Path(__file__).parent
-# Experts get enough tokens for the kernels that the release's sizes use.
-SPEC = SyntheticSpec(
-    kind="instruct", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, experts=16, topk=4, expert_width=384, vocab=4096,
-    max_positions=16384, image_base_size=512, patch_embed_width=128, dtype="bfloat16", max_shard_bytes=64 << 20,
-)  # fmt: skip
 STEPS, EARLY, MIDDLE = 200, 10, 100
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpu") / "checkpoint"
-    write_checkpoint(path, SPEC)
+    write_checkpoint(path, PICTURES_ON_GPUS)
     return path
 
 

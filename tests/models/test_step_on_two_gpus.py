@@ -11,16 +11,13 @@ from pathlib import Path
 import pytest
 from rank_gpus import have_gpus, on_gpu
 from rank_pool import RankPool
+from specs import PICTURES_ON_GPUS
 
-from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec, write_checkpoint
+from phase_parallel.models.hunyuan_image_3.synthetic import write_checkpoint
 from phase_parallel.parallel.groups import gloo_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not have_gpus(2), reason="needs two CUDA devices")]
 HERE = Path(__file__).parent
-SPEC = SyntheticSpec(
-    kind="instruct", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, experts=16, topk=4, expert_width=384, vocab=4096,
-    max_positions=16384, image_base_size=512, patch_embed_width=128, dtype="bfloat16", max_shard_bytes=64 << 20,
-)  # fmt: skip
 LIMIT_S = 8.0
 STEPS = 8
 
@@ -28,7 +25,7 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("gpu") / "checkpoint"
-    write_checkpoint(path, SPEC)
+    write_checkpoint(path, PICTURES_ON_GPUS)
     return str(path)
 
 

@@ -7,6 +7,12 @@ from dataclasses import replace
 from phase_parallel.bench import release as bench_release
 from phase_parallel.models.hunyuan_image_3.synthetic import SyntheticSpec
 
+# For drawing on GPUs: the experts get enough tokens for the kernels that the release's sizes use.
+PICTURES_ON_GPUS = SyntheticSpec(
+    kind="instruct", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, experts=16, topk=4, expert_width=384, vocab=4096,
+    max_positions=16384, image_base_size=512, patch_embed_width=128, dtype="bfloat16", max_shard_bytes=64 << 20,
+)  # fmt: skip
+
 # Every size divides by 8, so that all plans up to eight ranks work; two shared experts show which width is meant.
 EIGHT_WAYS = SyntheticSpec(
     heads=16,
