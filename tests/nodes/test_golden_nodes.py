@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from phase_parallel.models.hunyuan_image_3.reference_images import to_rgb
+from phase_parallel.models.hunyuan_image_3.token_row import TokenRow
 from phase_parallel.nodes.image_rows import build_conditionings
 from phase_parallel.nodes.node_generate import DrawSettings, draw
 from phase_parallel.nodes.references import prepare_references
@@ -91,7 +92,7 @@ def test_nodes_give_the_golden_picture(case: str) -> None:
     want = expected["latent.final"]
     assert float((latent - want).abs().max() / want.abs().max()) <= 1e-4
     (_, sent, _) = next(made for made in engine.made if made[0] == "sample")
-    assert list(sent["cond"]["tokens"]) == expected["tokens.cond"].tolist()
+    assert list(TokenRow.from_json(sent["cond"]).tokens) == expected["tokens.cond"].tolist()
     if wish.images:
         encoded = engine.results("encode_references")
         assert all(result == encoded[0] for result in encoded) and len(encoded[0]["keys"]) == len(wish.images)
