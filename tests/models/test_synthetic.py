@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from phase_parallel.models.hunyuan_image_3.config import HunyuanImage3Config
+from phase_parallel.models.hunyuan_image_3.folder_format import plan_shards
 from phase_parallel.models.hunyuan_image_3.keys import checkpoint_shapes
 from phase_parallel.models.hunyuan_image_3.sequence import build_text_row, dense_mask, rope_tables
 from phase_parallel.models.hunyuan_image_3.synthetic import (
     SyntheticError,
     SyntheticSpec,
-    plan_shards,
     write_checkpoint,
     write_settings,
 )
