@@ -50,9 +50,14 @@ def losses(network: TrainingTrunk, batch: Bucket, generator: torch.Generator) ->
     places, answers = text_targets(batch, unconditional)
     out = network(batch, noisy, StepTimes(TIMESTEP_SCALE * sigma), unconditional, places)
     velocity = F.mse_loss(out.velocity, noise - clean)
-    text = F.cross_entropy(out.logits, answers)
+    text = text_loss(out.logits, answers)
     total = velocity + TEXT_WEIGHT * text + BALANCE_WEIGHT * out.balance
     return Losses(total, velocity, text, out.balance)
+
+
+def text_loss(logits: Tensor, answers: Tensor) -> Tensor:
+    """Nats per token; 0 where every row of the batch lost its wish."""
+    return F.cross_entropy(logits, answers, reduction="sum") / max(len(answers), 1)
 
 
 def text_targets(batch: Bucket, unconditional: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,45 @@
+"""Which examples a training step sees: a bucket drawn by its weight, then rows of it, so many that every batch is about as much work.
+
+Imports torch and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .examples import Writing
+from .packing import Bucket
+
+Shares = Mapping[tuple[int, Writing], float]
+
+
+class Batches:
+    """Endless batches in an order that the seed decides. ``tokens``: of a batch, padding counted."""
+
+    def __init__(self, buckets: Sequence[Bucket], shares: Shares, *, tokens: int, seed: int) -> None:
+        """``shares``: how often the rows of each (source pictures, writing) are drawn, in sum 1; among their buckets it is by size."""
+        self._buckets, self._tokens = list(buckets), tokens
+        self._generator = torch.Generator().manual_seed(seed)
+        sizes: Counter[tuple[int, Writing]] = Counter()
+        for bucket in buckets:
+            sizes[_kind(bucket)] += len(bucket)
+        # A batch of short rows has more of them, so its bucket is drawn less often.
+        self._weights = torch.tensor([shares[_kind(bucket)] * len(bucket) / sizes[_kind(bucket)] / self.rows(bucket) for bucket in buckets])
+
+    def rows(self, bucket: Bucket) -> int:
+        """Examples of one batch."""
+        return max(1, self._tokens // (bucket.tokens.shape[1] + bucket.grid[0] * bucket.grid[1]))
+
+    def next(self) -> Bucket:
+        """Rows of one bucket, drawn with replacement, on the bucket's device."""
+        number = int(torch.multinomial(self._weights, 1, generator=self._generator))
+        bucket = self._buckets[number]
+        index = torch.randint(len(bucket), (self.rows(bucket),), generator=self._generator)
+        return bucket.chosen(index.to(bucket.tokens.device))
+
+
+def _kind(bucket: Bucket) -> tuple[int, Writing]:
+    return len(bucket.form.sources), bucket.form.writing
