@@ -1,4 +1,4 @@
-"""The command line: `phase-parallel up | demo | status | logs | doctor | check | bench`."""
+"""The command line: `phase-parallel up | demo | status | logs | doctor | check | bench | train`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..bench.errors import BenchError
 from ..parallel.environment import SECRET
 from ..parallel.plan import PLAN_NAMES
 from ..parallel.rank_logs import MAXIMUM_LINES
+from ..train.errors import MiniError
 from .errors import LaunchError
 
 
@@ -36,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
                 equal_digests=wait_for_equal_digests,
             )
         )
+    if words[:1] == ["train"]:
+        from ..train import cli as train
+
+        return _report_errors(lambda: train.main(words[1:]))
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []
     if "--" in words:
@@ -51,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _report_errors(command: Callable[[], int]) -> int:
     try:
         return command()
-    except (LaunchError, BenchError) as error:
+    except (LaunchError, BenchError, MiniError) as error:
         print(f"phase-parallel: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -127,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     # Only for the list of commands; `main` hands the words behind it to the command itself.
     commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
     commands.add_parser("bench", help="measure speed and memory with random weights", add_help=False)
+    commands.add_parser("train", help="train the mini model that the demo uses, from nothing", add_help=False)
     return parser
 
 

@@ -19,6 +19,7 @@ from ..models.hunyuan_image_3.folder_format import FolderSpec, config_json, gene
 from ..models.hunyuan_image_3.keys import checkpoint_shapes
 from ..models.hunyuan_image_3.synthetic_tokenizer import write_tokenizer
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
+from .errors import MiniError
 from .mini_tokenizer import SYSTEM_PROMPTS, mini_tokenizer
 from .scenes import BASE_SIZE
 
@@ -58,10 +59,6 @@ SPEC = FolderSpec(
     dtype="float32",
     max_shard_bytes=SHARD_BYTES,
 )
-
-
-class MiniError(ValueError):
-    """A mini checkpoint cannot be written or found as asked."""
 
 
 def mini_config(kind: Kind, scaling_factor: float) -> tuple[HunyuanImage3Config, HunyuanTokenizer]:

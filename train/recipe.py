@@ -1,0 +1,164 @@
+"""The whole way from nothing to both checkpoints: VAE, vision tower, corpus, trunk, distillation, folders. Every stage is kept and not made again.
+
+Imports torch, safetensors and its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .corpus import Counts, Encoders, build_corpus
+from .distil_training import train_distil
+from .errors import MiniError
+from .loop import LossLog
+from .loss_plot import plot_losses
+from .mini import NAMES, SPEC, mini_config, write_mini
+from .tower_training import TowerRecipe, train_tower
+from .trunk_training import Pace, train_trunk
+from .vae_training import VaeRecipe, train_vae
+
+Tell = Callable[[str], None]
+LOG, PLOT = "losses.jsonl", "losses.png"
+RESTS_ON = {"vae": ("vae",), "tower": ("tower",), "trunk": ("vae", "tower", "corpus", "trunk"), "distil": ("vae", "tower", "corpus", "trunk", "distil")}
+"""The parts of the recipe that decide a stage."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long each stage goes on. ``corpus``: examples of each (source pictures, writing)."""
+
+    vae: VaeRecipe
+    tower: TowerRecipe
+    corpus: Counts
+    trunk: Pace
+    distil: Pace
+    seed: int = 0
+
+    def scaled(self, share: float) -> Recipe:
+        """A shorter run, to try the program; its pictures mean nothing."""
+
+        def less(count: int) -> int:
+            return max(1, math.ceil(count * share))
+
+        return replace(
+            self,
+            vae=self.vae.scaled(share),
+            tower=self.tower.scaled(share),
+            corpus={kind: less(count) for kind, count in self.corpus.items()},
+            trunk=replace(self.trunk, steps=less(self.trunk.steps), kept_every=less(self.trunk.kept_every)),
+            distil=replace(self.distil, steps=less(self.distil.steps), kept_every=less(self.distil.kept_every)),
+        )
+
+
+FULL = Recipe(
+    vae=VaeRecipe(),
+    tower=TowerRecipe(),
+    corpus={
+        (0, "nothing"): 60_000,
+        (0, "recaption"): 15_000,
+        (0, "think_recaption"): 45_000,
+        (1, "nothing"): 12_000,
+        (1, "recaption"): 8_000,
+        (1, "think_recaption"): 24_000,
+        (2, "nothing"): 8_000,
+        (2, "recaption"): 6_000,
+        (2, "think_recaption"): 18_000,
+    },
+    trunk=Pace(steps=14_000, tokens=120_000, rate=2e-3),
+    distil=Pace(steps=1_500, tokens=60_000, rate=5e-4),
+)
+"""For one H200."""
+
+
+def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, tell: Tell) -> None:
+    """Both checkpoint folders, the losses and their plot below ``folder``, and what each stage left in ``folder/stages``.
+
+    Raises MiniError when a kept stage was made by another recipe, or cannot be read.
+    """
+    stages, log = Stages(folder / "stages", recipe, device, tell), LossLog(folder / LOG)
+    seed = recipe.seed
+    config, _ = mini_config("instruct", 1.0)
+    vae = stages.make("vae", lambda keep: train_vae(config.vae, recipe.vae, device=device, seed=seed, log=log))
+    scaling = float(vae.pop("scaling_factor"))
+    config, _ = mini_config("instruct", scaling)
+    tower = stages.make("tower", lambda keep: train_tower(config.vit, recipe.tower, device=device, seed=seed, log=log))
+    shared = vae | tower
+    wanted = [name for name in ("trunk", "distil") if not stages.has(name)]
+    buckets = []
+    if wanted:
+        tell(f"Drawing and encoding {sum(recipe.corpus.values())} examples with {workers} processes ...")
+        buckets = build_corpus(Encoders(config, shared, device), recipe.corpus, seed=seed, workers=workers, tell=partial(_tell_share, tell))
+    trunk = stages.make("trunk", lambda keep: train_trunk(config, buckets, recipe.trunk, seed=seed, log=log, keep=keep))
+    distil_config, tokenizer = mini_config("distil", scaling)
+    distil = stages.make(
+        "distil", lambda keep: train_distil(distil_config, tokenizer, config, trunk, buckets, recipe.distil, seed=seed, log=log, keep=keep)
+    )
+    for kind, own in (("instruct", trunk), ("distil", distil)):
+        target = folder / NAMES[kind]
+        write_mini(target, kind, own | shared, scaling)
+        tell(f"Wrote {target}.")
+    plot_losses(folder / LOG, folder / PLOT)
+    tell(f"Wrote {folder / PLOT}.")
+
+
+def _tell_share(tell: Tell, done: int, total: int) -> None:
+    if done * 10 // total != max(0, done - 384) * 10 // total:
+        tell(f"  {done} of {total}")
+
+
+class Stages:
+    """Results of stages as files, each with the part of the recipe that made it."""
+
+    def __init__(self, folder: Path, recipe: Recipe, device: torch.device, tell: Tell) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._device, self._tell, self._recipe = folder, device, tell, recipe
+
+    def _mark(self, name: str) -> str:
+        """What the stage depends on."""
+        parts = {part: repr(getattr(self._recipe, part)) for part in (*RESTS_ON[name], "seed")}
+        return json.dumps({"sizes": asdict(SPEC), **parts}, sort_keys=True)
+
+    def file(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def has(self, name: str) -> bool:
+        return self.file(name).is_file()
+
+    def make(self, name: str, run: Callable[[Callable[[int, Mapping[str, Tensor]], None]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What ``run(keep)`` returns, or the file that an earlier run left. ``keep(step, weights)`` saves an unfinished stage beside it."""
+        file = self.file(name)
+        if file.is_file():
+            self._tell(f"The stage {name} is there: {file}.")
+            return self._read(file, self._mark(name))
+        self._tell(f"Training: {name} ...")
+        unfinished = file.with_name(f"{name}.unfinished")
+        made = dict(run(lambda step, weights: self._save(unfinished, weights, {"step": str(step)})))
+        self._save(file, made, {"recipe": self._mark(name)})
+        unfinished.unlink(missing_ok=True)
+        return made
+
+    def _save(self, file: Path, weights: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        beside = file.with_name(f"{file.name}.part")
+        save_file({key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in weights.items()}, beside, metadata=metadata)
+        os.replace(beside, file)
+
+    def _read(self, file: Path, mark: str) -> dict[str, Tensor]:
+        try:
+            with safe_open(file, "pt") as opened:
+                recipe = (opened.metadata() or {}).get("recipe")
+            if recipe != mark:
+                raise MiniError(f"{file} was made by another recipe; remove it, or train into another folder.")
+            return {key: value.to(self._device) for key, value in load_file(file).items()}
+        except SafetensorError as error:
+            raise MiniError(f"{file} cannot be read ({error}); remove it, and the stage is trained again.") from error
