@@ -33,6 +33,14 @@ class Batches:
         """Examples of one batch."""
         return max(1, self._tokens // (bucket.tokens.shape[1] + bucket.grid[0] * bucket.grid[1]))
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Where the order stands."""
+        return {"generator": self._generator.get_state()}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """To what ``state`` gave."""
+        self._generator.set_state(state["generator"].cpu())
+
     def next(self) -> Bucket:
         """Rows of one bucket, drawn with replacement, on the bucket's device."""
         number = int(torch.multinomial(self._weights, 1, generator=self._generator))

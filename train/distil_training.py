@@ -6,7 +6,7 @@ neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,11 +17,12 @@ from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.schedule import TIMESTEP_SCALE, flow_sigmas
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
 from .batches import Batches, Shares
-from .loop import Average, LossLog, Stepper
+from .loop import LossLog
 from .objective import NOISE_SHIFT, TEXT_WEIGHT, text_loss, text_targets
 from .packing import LENGTH_STEP, PAD, Bucket
+from .training_run import NOT_KEPT, Keeping, Pace, Tensors, train_network
 from .trunk import StepTimes, TrainingTrunk
-from .trunk_training import SHARES, Pace, autocast, decay_for, frozen
+from .trunk_training import SHARES
 
 SCHEDULES = (8, 8, 8, 6, 12)
 """Lengths of the schedules whose steps are learned, every step with the same chance."""
@@ -42,32 +43,25 @@ def train_distil(
     seed: int,
     log: LossLog,
     shares: Shares = SHARES,
-    keep: Callable[[int, dict[str, Tensor]], None] = lambda step, weights: None,
-) -> dict[str, Tensor]:
+    keeping: Keeping = NOT_KEPT,
+) -> Tensors:
     """As ``train_trunk``, for the Distil variant. ``buckets`` are the teacher's; the student's rows have two more tokens."""
     device = buckets[0].tokens.device
     teacher = TrainingTrunk(teacher_config)
     teacher.load_state_dict(dict(teacher_weights))
-    frozen(teacher.to(device))
+    teacher.to(device).eval().requires_grad_(False)
     student = TrainingTrunk(config)
     student.initialize(seed)
     missing = student.load_state_dict(dict(teacher_weights), strict=False)
     assert all(key.startswith(("guidance_emb.", "timestep_r_emb.")) for key in missing.missing_keys) and not missing.unexpected_keys
     student.to(device)
+
+    def loss_of(batch: Bucket, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
+        velocity, text = distil_losses(student, teacher, batch, distil_bucket(batch, tokenizer), generator)
+        return velocity + TEXT_WEIGHT * text, {"velocity": velocity, "text": text}
+
     batches = Batches(buckets, shares, tokens=pace.tokens, seed=seed)
-    generator = torch.Generator(device).manual_seed(seed)
-    stepper = Stepper(student.parameters(), steps=pace.steps, highest=pace.rate, betas=(0.9, 0.95))
-    average = Average(student, decay=decay_for(pace.steps))
-    for step in range(1, pace.steps + 1):
-        batch = batches.next()
-        with autocast(device):
-            velocity, text = distil_losses(student, teacher, batch, distil_bucket(batch, tokenizer), generator)
-        norm = stepper.descend(velocity + TEXT_WEIGHT * text)
-        average.update(student)
-        log.add("distil", step, velocity=float(velocity.detach()), text=float(text.detach()), gradient=norm)
-        if step % pace.kept_every == 0:
-            keep(step, average.weights())
-    return average.weights()
+    return train_network("distil", student, batches, pace, loss_of, seed=seed, log=log, keeping=keeping)
 
 
 def distil_losses(

@@ -25,7 +25,8 @@ from .loop import LossLog
 from .loss_plot import plot_losses
 from .mini import NAMES, SPEC, mini_config, write_mini
 from .tower_training import TowerRecipe, train_tower
-from .trunk_training import Pace, train_trunk
+from .training_run import Keeping, Pace, Tensors
+from .trunk_training import train_trunk
 from .vae_training import VaeRecipe, train_vae
 
 Tell = Callable[[str], None]
@@ -89,20 +90,20 @@ def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, t
     stages, log = Stages(folder / "stages", recipe, device, tell), LossLog(folder / LOG)
     seed = recipe.seed
     config, _ = mini_config("instruct", 1.0)
-    vae = stages.make("vae", lambda keep: train_vae(config.vae, recipe.vae, device=device, seed=seed, log=log))
+    vae = stages.make("vae", lambda keeping: train_vae(config.vae, recipe.vae, device=device, seed=seed, log=log))
     scaling = float(vae.pop("scaling_factor"))
     config, _ = mini_config("instruct", scaling)
-    tower = stages.make("tower", lambda keep: train_tower(config.vit, recipe.tower, device=device, seed=seed, log=log))
+    tower = stages.make("tower", lambda keeping: train_tower(config.vit, recipe.tower, device=device, seed=seed, log=log))
     shared = vae | tower
     wanted = [name for name in ("trunk", "distil") if not stages.has(name)]
     buckets = []
     if wanted:
         tell(f"Drawing and encoding {sum(recipe.corpus.values())} examples with {workers} processes ...")
         buckets = build_corpus(Encoders(config, shared, device), recipe.corpus, seed=seed, workers=workers, tell=partial(_tell_share, tell))
-    trunk = stages.make("trunk", lambda keep: train_trunk(config, buckets, recipe.trunk, seed=seed, log=log, keep=keep))
+    trunk = stages.make("trunk", lambda keeping: train_trunk(config, buckets, recipe.trunk, seed=seed, log=log, keeping=keeping))
     distil_config, tokenizer = mini_config("distil", scaling)
     distil = stages.make(
-        "distil", lambda keep: train_distil(distil_config, tokenizer, config, trunk, buckets, recipe.distil, seed=seed, log=log, keep=keep)
+        "distil", lambda keeping: train_distil(distil_config, tokenizer, config, trunk, buckets, recipe.distil, seed=seed, log=log, keeping=keeping)
     )
     for kind, own in (("instruct", trunk), ("distil", distil)):
         target = folder / NAMES[kind]
@@ -135,25 +136,26 @@ class Stages:
     def has(self, name: str) -> bool:
         return self.file(name).is_file()
 
-    def make(self, name: str, run: Callable[[Callable[[int, Mapping[str, Tensor]], None]], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What ``run(keep)`` returns, or the file that an earlier run left. ``keep(step, weights)`` saves an unfinished stage beside it."""
-        file = self.file(name)
+    def make(self, name: str, run: Callable[[Keeping], Mapping[str, Tensor]]) -> Tensors:
+        """What ``run`` returns, or the file that an earlier run left. What a stopped one kept last lies beside it, and is gone on with."""
+        file, mark = self.file(name), self._mark(name)
         if file.is_file():
             self._tell(f"The stage {name} is there: {file}.")
-            return self._read(file, self._mark(name))
-        self._tell(f"Training: {name} ...")
+            return self._read(file, mark)
         unfinished = file.with_name(f"{name}.unfinished")
-        made = dict(run(lambda step, weights: self._save(unfinished, weights, {"step": str(step)})))
-        self._save(file, made, {"recipe": self._mark(name)})
+        begun = self._read(unfinished, mark) if unfinished.is_file() else None
+        self._tell(f"Training: {name}{' goes on' if begun else ''} ...")
+        made = dict(run(Keeping(lambda state: self._save(unfinished, state, mark), begun)))
+        self._save(file, made, mark)
         unfinished.unlink(missing_ok=True)
         return made
 
-    def _save(self, file: Path, weights: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    def _save(self, file: Path, weights: Mapping[str, Tensor], mark: str) -> None:
         beside = file.with_name(f"{file.name}.part")
-        save_file({key: torch.as_tensor(value).detach().cpu().contiguous() for key, value in weights.items()}, beside, metadata=metadata)
+        save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, beside, metadata={"recipe": mark})
         os.replace(beside, file)
 
-    def _read(self, file: Path, mark: str) -> dict[str, Tensor]:
+    def _read(self, file: Path, mark: str) -> Tensors:
         try:
             with safe_open(file, "pt") as opened:
                 recipe = (opened.metadata() or {}).get("recipe")

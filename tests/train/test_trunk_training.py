@@ -15,8 +15,9 @@ from phase_parallel.train.loop import LossLog, read_log
 from phase_parallel.train.mini import mini_config
 from phase_parallel.train.objective import noise_levels
 from phase_parallel.train.packing import Bucket, Form, pack_row, stack
+from phase_parallel.train.training_run import Keeping, Pace
 from phase_parallel.train.trunk import TrainingTrunk
-from phase_parallel.train.trunk_training import Pace, train_trunk
+from phase_parallel.train.trunk_training import train_trunk
 
 SHARES = {(0, "nothing"): 1.0}
 
@@ -42,6 +43,17 @@ def test_training_lowers_both_losses_and_a_seed_repeats_it(tmp_path: Path, bucke
     assert all(torch.equal(made[0][key], made[1][key]) for key in made[0])
     lines = read_log(tmp_path / "0.jsonl")
     assert lines[-1]["velocity"] < 0.8 * lines[0]["velocity"] and lines[-1]["text"] < 0.6 * lines[0]["text"]
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, bucket: Bucket) -> None:
+    config, _ = small("instruct")
+    pace = Pace(steps=8, tokens=1300, rate=3e-3, kept_every=3)
+    kept: list[dict] = []
+    copied = Keeping(lambda state: kept.append({name: tensor.clone() for name, tensor in state.items()}))
+    whole = train_trunk(config, [bucket], pace, seed=1, log=LossLog(tmp_path / "a.jsonl"), shares=SHARES, keeping=copied)
+    assert len(kept) == 2
+    later = train_trunk(config, [bucket], pace, seed=1, log=LossLog(tmp_path / "b.jsonl"), shares=SHARES, keeping=Keeping(begun=kept[1]))
+    assert all(torch.equal(whole[key], later[key]) for key in whole)
 
 
 def test_distilling_lowers_what_the_student_misses(tmp_path: Path, bucket: Bucket) -> None:

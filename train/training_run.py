@@ -1,0 +1,89 @@
+"""The loop that both trainings of the trunk share: batches in, a running mean of the weights out, and everything kept that a stopped run needs.
+
+Imports torch and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Batches
+from .loop import Average, LossLog, Stepper
+from .packing import Bucket
+
+Tensors = dict[str, Tensor]
+LossOf = Callable[[Bucket, torch.Generator], tuple[Tensor, Mapping[str, Tensor]]]
+"""What to descend, and what to write down."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """``steps`` batches of about ``tokens`` tokens, padding counted; ``rate``: the highest learning rate; ``kept_every``: steps between two copies."""
+
+    steps: int
+    tokens: int
+    rate: float
+    kept_every: int = 1000
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """``keep`` gets the state of the run now and then; ``begun`` is what it got last before a run was stopped."""
+
+    keep: Callable[[Tensors], None] = lambda state: None
+    begun: Mapping[str, Tensor] | None = None
+
+
+NOT_KEPT = Keeping()
+
+
+def train_network(
+    stage: str, network: nn.Module, batches: Batches, pace: Pace, loss_of: LossOf, *, seed: int, log: LossLog, keeping: Keeping, decay: float = 0.0
+) -> Tensors:
+    """The mean of the network's weights, fp32, on its device. A run that goes on gives the same bits as one that was not stopped."""
+    device = next(network.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    stepper = Stepper(network.parameters(), steps=pace.steps, highest=pace.rate, betas=(0.9, 0.95), decay=decay)
+    # The mean reaches back over about a thirtieth of the run.
+    average = Average(network, decay=max(0.9, 1 - 30 / pace.steps))
+    run = {"stepper": stepper, "average": average, "batches": batches}
+    if keeping.begun is not None:
+        _restore(network, run, generator, keeping.begun)
+    while stepper.step < pace.steps:
+        with _autocast(device):
+            loss, values = loss_of(batches.next(), generator)
+        gradient = stepper.descend(loss)
+        average.update(network)
+        log.add(stage, stepper.step, **{name: float(value.detach()) for name, value in values.items()}, gradient=gradient)
+        if stepper.step % pace.kept_every == 0 and stepper.step < pace.steps:
+            keeping.keep(_state(network, run, generator))
+    return average.weights()
+
+
+def _state(network: nn.Module, run: Mapping[str, Stepper | Average | Batches], generator: torch.Generator) -> Tensors:
+    state = {f"network/{name}": tensor.detach() for name, tensor in network.state_dict().items()}
+    for part, holder in run.items():
+        state |= {f"{part}/{name}": tensor for name, tensor in holder.state().items()}
+    return state | {"generator": generator.get_state()}
+
+
+def _restore(network: nn.Module, run: Mapping[str, Stepper | Average | Batches], generator: torch.Generator, state: Mapping[str, Tensor]) -> None:
+    def part(prefix: str) -> Tensors:
+        return {name.removeprefix(f"{prefix}/"): tensor for name, tensor in state.items() if name.startswith(f"{prefix}/")}
+
+    network.load_state_dict(part("network"))
+    for name, holder in run.items():
+        holder.restore(part(name))
+    generator.set_state(state["generator"].cpu())
+
+
+@contextmanager
+def _autocast(device: torch.device) -> Iterator[None]:
+    """bf16 products on a GPU; a CPU computes in fp32."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+        yield
