@@ -1,0 +1,128 @@
+"""What every training here does a step at a time: the learning rate of the step, clipped gradients, a running mean of the weights, and a log of losses.
+
+Imports torch and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+WARM_UP = 0.04
+"""Share of the steps in which the learning rate rises from 0."""
+LAST_RATE = 0.02
+"""Share of the highest learning rate that is left at the end."""
+EMA_START = 10.0
+"""The mean of the weights forgets faster at first: after n steps it reaches back no more than about n / 10."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """For making networks: torch's generator of the CPU starts from ``seed``, and goes on afterwards as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def rate_at(step: int, steps: int, *, highest: float, warm_up: float = WARM_UP, last: float = LAST_RATE) -> float:
+    """The learning rate of step 0..steps-1: a straight rise, then half a cosine down to ``last`` of the highest."""
+    rising = max(round(warm_up * steps), 1)
+    if step < rising:
+        return highest * (step + 1) / rising
+    done = (step - rising) / max(steps - 1 - rising, 1)
+    return highest * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+class Average:
+    """Exponential mean of a network's weights, in fp32: what is kept in the end."""
+
+    def __init__(self, network: nn.Module, *, decay: float) -> None:
+        self._decay = decay
+        self._updates = 0
+        self._mean = {name: tensor.detach().float().clone() for name, tensor in network.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, network: nn.Module) -> None:
+        """Once after each step."""
+        self._updates += 1
+        decay = min(self._decay, self._updates / (self._updates + EMA_START))
+        for name, tensor in network.named_parameters():
+            self._mean[name].lerp_(tensor.float(), 1 - decay)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies by parameter name, fp32, on the network's device."""
+        return {name: tensor.clone() for name, tensor in self._mean.items()}
+
+
+class Stepper:
+    """An optimizer with its schedule: one call a step.
+
+    ``highest`` is the learning rate after warm-up, ``clip`` the largest norm of all gradients together, ``decay`` AdamW's of the weights.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        steps: int,
+        highest: float,
+        clip: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.99),
+        decay: float = 0.0,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._steps, self._highest, self._clip = steps, highest, clip
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=highest, betas=betas, weight_decay=decay)
+        self.step = 0
+
+    def descend(self, loss: Tensor) -> float:
+        """Backward, clip, step. Returns the norm of the gradients before clipping. Raises FloatingPointError when it is not finite."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate_at(self.step, self._steps, highest=self._highest)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._clip))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradients of step {self.step} are not finite; start with a lower learning rate than {self._highest}")
+        self._optimizer.step()
+        self.step += 1
+        return norm
+
+
+class LossLog:
+    """Losses of all stages in one file of JSON lines: {"stage", "step", "seconds", and by name the mean values since the line before}."""
+
+    def __init__(self, path: Path, *, every: int = 20) -> None:
+        """A line after ``every`` steps of a stage; what a file of this name holds already stays."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._every = path, every
+        self._begun = time.monotonic()
+        self._sums: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, stage: str, step: int, **values: float) -> None:
+        """Once after each step, with the same names throughout a stage."""
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in values.items()}
+        self._count += 1
+        if step % self._every == 0:
+            self.write(stage, step, **{name: total / self._count for name, total in self._sums.items()})
+            self._sums, self._count = {}, 0
+
+    def write(self, stage: str, step: int, **values: float) -> None:
+        """One line at once; ``seconds`` count from the making of the log."""
+        rounded = {name: float(f"{value:.5g}") for name, value in values.items()}
+        line = {"stage": stage, "step": step, "seconds": round(time.monotonic() - self._begun, 1), **rounded}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, float | str]]:
+    """The lines of a LossLog, in order."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
