@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from .errors import MiniError
-from .loss_plot import require_matplotlib
-from .mini import NAMES
 from .recipe import FULL, train
 
 
@@ -23,10 +21,6 @@ def main(arguments: list[str]) -> int:
         raise MiniError(f"--scale {options.scale} is outside (0, 1]; 1 is the whole recipe.")
     if options.workers < 1:
         raise MiniError(f"--workers {options.workers} is too few; give 1 or more.")
-    finished = [options.out / name for name in NAMES.values() if (options.out / name).exists()]
-    if finished:
-        raise MiniError(f"{finished[0]} is there already; remove it, or choose another --out.")
-    require_matplotlib()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     train(options.out, torch.device(options.device), recipe=FULL.scaled(options.scale), workers=options.workers, tell=lambda line: print(line, flush=True))

@@ -47,7 +47,7 @@ class Encoders:
         """uint8 ``[B, 3, H, W]`` -> fp16 ``[B, C, h, w]``: a sample of the posterior, scaled, as prefill and sampling have it."""
         made = []
         for some in pixels.split(ENCODED_TOGETHER):
-            clip = encoder_input(some.to(self.device)).unsqueeze(2)
+            clip = encoder_input(some.to(self.device)).unsqueeze(2).expand(-1, -1, self.config.vae.ffactor_temporal, -1, -1)
             mean, logvar = self._vae.encoder(clip, TrainingRows())[:, :, 0].chunk(2, dim=1)
             noise = torch.randn(mean.shape, generator=generator, device=self.device)
             vae = self.config.vae

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,12 +53,21 @@ class Average:
         """Once after each step."""
         self._updates += 1
         decay = min(self._decay, self._updates / (self._updates + EMA_START))
-        for name, tensor in network.named_parameters():
-            self._mean[name].lerp_(tensor.float(), 1 - decay)
+        torch._foreach_lerp_(list(self._mean.values()), [tensor.float() for tensor in network.parameters()], 1 - decay)
 
     def weights(self) -> dict[str, Tensor]:
         """Copies by parameter name, fp32, on the network's device."""
         return {name: tensor.clone() for name, tensor in self._mean.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `restore` needs."""
+        return {"updates": torch.tensor(self._updates), **{f"mean/{name}": tensor for name, tensor in self._mean.items()}}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """To what ``state`` gave."""
+        self._updates = int(state["updates"])
+        for name, tensor in self._mean.items():
+            tensor.copy_(state[f"mean/{name}"])
 
 
 class Stepper:
@@ -79,7 +88,7 @@ class Stepper:
     ) -> None:
         self._parameters = list(parameters)
         self._steps, self._highest, self._clip = steps, highest, clip
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=highest, betas=betas, weight_decay=decay)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=highest, betas=betas, weight_decay=decay, fused=self._parameters[0].is_cuda)
         self.step = 0
 
     def descend(self, loss: Tensor) -> float:
@@ -95,6 +104,21 @@ class Stepper:
         self.step += 1
         return norm
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything that `restore` needs, also after a trip through a file of tensors."""
+        moments = self._optimizer.state_dict()["state"]
+        return {"step": torch.tensor(self.step), **{f"{number}/{name}": tensor for number, own in moments.items() for name, tensor in own.items()}}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """To what ``state`` gave, before the first step."""
+        self.step = int(state["step"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in state.items():
+            if key != "step":
+                number, name = key.split("/")
+                moments.setdefault(int(number), {})[name] = tensor
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+
 
 class LossLog:
     """Losses of all stages in one file of JSON lines: {"stage", "step", "seconds", and by name the mean values since the line before}."""
@@ -106,14 +130,23 @@ class LossLog:
         self._begun = time.monotonic()
         self._sums: dict[str, float] = {}
         self._count = 0
+        self._stage, self._step = "", 0
 
     def add(self, stage: str, step: int, **values: float) -> None:
         """Once after each step, with the same names throughout a stage."""
+        if stage != self._stage:
+            self.flush()
+        self._stage, self._step = stage, step
         self._sums = {name: self._sums.get(name, 0.0) + value for name, value in values.items()}
         self._count += 1
         if step % self._every == 0:
-            self.write(stage, step, **{name: total / self._count for name, total in self._sums.items()})
-            self._sums, self._count = {}, 0
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the mean of the steps since the last line, if there were any; at the end of all stages."""
+        if self._count:
+            self.write(self._stage, self._step, **{name: total / self._count for name, total in self._sums.items()})
+        self._sums, self._count = {}, 0
 
     def write(self, stage: str, step: int, **values: float) -> None:
         """One line at once; ``seconds`` count from the making of the log."""

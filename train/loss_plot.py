@@ -11,19 +11,16 @@ from .loop import read_log
 HIDDEN = ("stage", "step", "seconds")
 
 
-def require_matplotlib() -> None:
-    """Raises MiniError, before any training, when there is nothing to draw with."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MiniError("The loss curves are drawn with matplotlib, which is not installed; run `python -m pip install matplotlib`.") from error
-
-
 def plot_losses(log: Path, out: Path) -> None:
-    """One panel for each stage of a LossLog, in the order of training; every value on a logarithmic scale over the steps."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """One panel for each stage of a LossLog, in the order of training; every value on a logarithmic scale. Raises MiniError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MiniError(
+            "The loss curves are drawn with matplotlib, which is not installed; run `python -m pip install matplotlib` and the same command again: "
+            "it only draws."
+        ) from error
 
     lines = read_log(log)
     stages = list(dict.fromkeys(line["stage"] for line in lines))

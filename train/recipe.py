@@ -57,8 +57,8 @@ class Recipe:
             vae=self.vae.scaled(share),
             tower=self.tower.scaled(share),
             corpus={kind: less(count) for kind, count in self.corpus.items()},
-            trunk=replace(self.trunk, steps=less(self.trunk.steps), kept_every=less(self.trunk.kept_every)),
-            distil=replace(self.distil, steps=less(self.distil.steps), kept_every=less(self.distil.kept_every)),
+            trunk=self.trunk.scaled(share),
+            distil=self.distil.scaled(share),
         )
 
 
@@ -76,24 +76,24 @@ FULL = Recipe(
         (2, "recaption"): 6_000,
         (2, "think_recaption"): 18_000,
     },
-    trunk=Pace(steps=14_000, tokens=120_000, rate=2e-3),
-    distil=Pace(steps=1_500, tokens=60_000, rate=5e-4),
+    trunk=Pace(steps=12_000, tokens=60_000, rate=1.5e-3),
+    distil=Pace(steps=1_500, tokens=40_000, rate=5e-4),
 )
 """For one H200."""
 
 
 def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, tell: Tell) -> None:
-    """Both checkpoint folders, the losses and their plot below ``folder``, and what each stage left in ``folder/stages``.
+    """Both checkpoint folders, the losses and their plot below ``folder``, and what each stage left in ``folder/stages``. What is there is not made again.
 
-    Raises MiniError when a kept stage was made by another recipe, or cannot be read.
+    Raises MiniError when a kept stage was made by another recipe or cannot be read, and at the very end when there is nothing to draw the plot with.
     """
     stages, log = Stages(folder / "stages", recipe, device, tell), LossLog(folder / LOG)
     seed = recipe.seed
     config, _ = mini_config("instruct", 1.0)
-    vae = stages.make("vae", lambda keeping: train_vae(config.vae, recipe.vae, device=device, seed=seed, log=log))
+    vae = stages.make("vae", lambda _: train_vae(config.vae, recipe.vae, device=device, seed=seed, log=log))
     scaling = float(vae.pop("scaling_factor"))
     config, _ = mini_config("instruct", scaling)
-    tower = stages.make("tower", lambda keeping: train_tower(config.vit, recipe.tower, device=device, seed=seed, log=log))
+    tower = stages.make("tower", lambda _: train_tower(config.vit, recipe.tower, device=device, seed=seed, log=log))
     shared = vae | tower
     wanted = [name for name in ("trunk", "distil") if not stages.has(name)]
     buckets = []
@@ -107,10 +107,12 @@ def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, t
     )
     for kind, own in (("instruct", trunk), ("distil", distil)):
         target = folder / NAMES[kind]
-        write_mini(target, kind, own | shared, scaling)
-        tell(f"Wrote {target}.")
+        if not target.exists():
+            write_mini(target, kind, own | shared, scaling)
+        tell(f"The checkpoint is in {target}.")
+    log.flush()
     plot_losses(folder / LOG, folder / PLOT)
-    tell(f"Wrote {folder / PLOT}.")
+    tell(f"The losses are in {folder / LOG} and {folder / PLOT}.")
 
 
 def _tell_share(tell: Tell, done: int, total: int) -> None:

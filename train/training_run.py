@@ -5,9 +5,10 @@ Imports torch and its neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .loop import Average, LossLog, Stepper
 from .packing import Bucket
 
 Tensors = dict[str, Tensor]
+LEAST_TOKENS = 1500
 LossOf = Callable[[Bucket, torch.Generator], tuple[Tensor, Mapping[str, Tensor]]]
 """What to descend, and what to write down."""
 
@@ -29,6 +31,11 @@ class Pace:
     tokens: int
     rate: float
     kept_every: int = 1000
+
+    def scaled(self, share: float) -> Pace:
+        """A shorter run, of smaller batches, to try the program."""
+        steps = max(1, math.ceil(self.steps * share))
+        return replace(self, steps=steps, tokens=max(LEAST_TOKENS, math.ceil(self.tokens * share)), kept_every=max(1, math.ceil(self.kept_every * share)))
 
 
 @dataclass(frozen=True)

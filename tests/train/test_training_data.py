@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from phase_parallel.models.hunyuan_image_3.keys import checkpoint_shapes
+from phase_parallel.models.hunyuan_image_3.reference_images import encoder_input, posterior_sample
+from phase_parallel.models.hunyuan_image_3.vae import Vae
 from phase_parallel.train.batches import Batches
 from phase_parallel.train.captions import parse_recaption
 from phase_parallel.train.corpus import Encoders, build_corpus
@@ -91,6 +93,19 @@ def test_a_corpus_is_the_same_with_any_number_of_workers(encoders: Encoders) -> 
         assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
     (edited,) = [bucket for bucket in alone if bucket.form.sources][:1]
     assert edited.source_latents[0].shape[1:] == edited.latents.shape[1:] and edited.source_vit[0].shape[1:] == (64, 64)
+
+
+@torch.no_grad()
+def test_pictures_are_encoded_as_inference_does(encoders: Encoders) -> None:
+    config = encoders.config
+    vae = Vae(config.vae)
+    vae.load_state_dict(encoders._vae.state_dict())
+    pixels = torch.randint(0, 256, (2, 3, 64, 48), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    mean, logvar = vae.encode(encoder_input(pixels))
+    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(7))
+    want = posterior_sample(mean, logvar, noise, config.vae.scaling_factor)
+    got = encoders.latents(pixels, torch.Generator().manual_seed(7))
+    assert torch.allclose(got.float(), want, rtol=2e-3, atol=2e-3)
 
 
 def test_batches_are_of_one_size_and_follow_the_shares() -> None:
