@@ -22,7 +22,7 @@ from ..models.hunyuan_image_3.vision import VisionTower
 from .examples import Writing, draw_example
 from .mini import mini_config
 from .packing import Bucket, Form, PackedRow, draw, pack_row, stack
-from .training_rows import TrainingRows
+from .training_rows import TrainingRows, has_outer_planes
 
 CHUNK = 384
 """Examples of one job: enough for whole batches on the device."""
@@ -41,6 +41,7 @@ class Encoders:
             mine = {key.removeprefix(prefix): value.float() for key, value in weights.items() if key.startswith(prefix) and ".head." not in key}
             module.load_state_dict(mine)
             module.to(device).eval().requires_grad_(False)
+        assert not has_outer_planes(self._vae.encoder), "its kernels look at other frames, but pictures are encoded frame by frame here"
 
     @torch.no_grad()
     def latents(self, pixels: Tensor, generator: torch.Generator) -> Tensor:

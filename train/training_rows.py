@@ -47,3 +47,9 @@ def drop_outer_planes(network: nn.Module) -> None:
         for conv in network.modules():
             if isinstance(conv, nn.Conv3d) and conv.kernel_size[0] == 3:
                 conv.weight[:, :, 0::2] = 0
+
+
+def has_outer_planes(network: nn.Module) -> bool:
+    """Whether some kernel looks at other frames, which `TrainingRows` would not."""
+    kernels = [conv.weight for conv in network.modules() if isinstance(conv, nn.Conv3d) and conv.kernel_size[0] == 3]
+    return any(bool(weight[:, :, 0::2].any()) for weight in kernels)
