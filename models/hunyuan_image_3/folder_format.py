@@ -64,17 +64,32 @@ def write_weights(
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """A file for each of `shards`, and the index. `size` gives the bytes of a key, `make` its tensor; `progress(done, total)` counts bytes."""
-    weight_map: dict[str, str] = {}
     done, total = 0, sum(size.values())
-    for number, keys in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # Built inside the call, so that no shard is still held while the next one is made.
-        save_file({key: make(key) for key in keys}, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(keys, name))
+    for number, keys in enumerate(shards):
+        write_shard(folder, shards, number, make)
         done += sum(size[key] for key in keys)
         if progress is not None:
             progress(done, total)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_index(folder, shards, size)
+
+
+def write_shard(folder: Path, shards: Sequence[Sequence[str]], number: int, make: Callable[[str], Tensor]) -> Path:
+    """The file of `shards[number]`; returns its place."""
+    file = folder / _shard_name(number, len(shards))
+    # Built inside the call, so that no shard is still held while the next one is made.
+    save_file({key: make(key) for key in shards[number]}, file, metadata={"format": "pt"})
+    return file
+
+
+def write_index(folder: Path, shards: Sequence[Sequence[str]], size: Mapping[str, int]) -> None:
+    weight_map = {key: _shard_name(number, len(shards)) for number, keys in enumerate(shards) for key in keys}
+    values = {"metadata": {"total_size": sum(size.values())}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / "model.safetensors.index.json", values)
+
+
+def _shard_name(number: int, count: int) -> str:
+    """`number` counts from 0, the names from 1."""
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def plan_shards(size: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:

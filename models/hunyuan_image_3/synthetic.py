@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .config import HunyuanImage3Config
-from .folder_format import FolderSpec, Json, config_json, generation_json, plan_shards, write_json, write_weights
+from .folder_format import FolderSpec, Json, config_json, generation_json, plan_shards, write_index, write_json, write_shard, write_weights
 from .keys import Shape, checkpoint_shapes
 from .resolution import BASE_ROWS
 from .synthetic_tokenizer import toy_tokenizer, write_tokenizer
@@ -55,15 +55,31 @@ def write_checkpoint(
     """
     folder = Path(folder)
     config, _, _, _ = _settings(folder, spec)
-    shapes = checkpoint_shapes(config)
-    size = {key: math.prod(shape) * storage_dtype(key, spec.dtype).itemsize for key, shape in shapes.items()}
-    total = sum(size.values())
-    _check_free_space(folder, total)
+    shapes, size = checkpoint_shapes(config), weight_bytes(config, spec)
+    _check_free_space(folder, sum(size.values()))
     config, tokenizer = write_settings(folder, spec)
     chain = chain_pairs(tokenizer, spec.image_base_size, spec.auto_ratio)
     shards = plan_shards(size, spec.max_shard_bytes)
     write_weights(folder, shards, size, lambda key: _stored(key, shapes[key], spec, chain), progress=progress)
     return config
+
+
+def weight_bytes(config: HunyuanImage3Config, spec: SyntheticSpec) -> dict[str, int]:
+    """Of every key of the checkpoint, as it is stored."""
+    return {key: math.prod(shape) * storage_dtype(key, spec.dtype).itemsize for key, shape in checkpoint_shapes(config).items()}
+
+
+def write_part(
+    folder: str | Path, config: HunyuanImage3Config, spec: SyntheticSpec, make: Callable[[str, Shape], Tensor], *, part: int = 0, parts: int = 1
+) -> list[Path]:
+    """Every `parts`-th shard, from number `part` on, into a folder that `write_settings` has begun; part 0 also writes the index. So several processes
+    share a large checkpoint. `make` gives the weights in place of the random ones, which take long to draw. Returns the files of this part.
+    """
+    folder, shapes, size = Path(folder), checkpoint_shapes(config), weight_bytes(config, spec)
+    shards = plan_shards(size, spec.max_shard_bytes)
+    if part == 0:
+        write_index(folder, shards, size)
+    return [write_shard(folder, shards, number, lambda key: make(key, shapes[key])) for number in range(part, len(shards), parts)]
 
 
 def _stored(key: str, shape: Shape, spec: SyntheticSpec, chain: list[tuple[int, int]]) -> Tensor:
