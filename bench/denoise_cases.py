@@ -27,6 +27,8 @@ class Scheme:
     ranks: int
     denoise: DenoiseKind
     attention: AttentionKind = "ulysses"
+    usual: bool = True
+    """Whether it is measured where no scheme is named."""
 
     def on(self, rank: int) -> ParallelPlan:
         return make_plan(self.plan, world_size=self.ranks, rank=rank, denoise=self.denoise, attention=self.attention)
@@ -40,6 +42,8 @@ SCHEMES = {
         Scheme("hybrid4-kv_gather", "hybrid", 4, "sp", "kv_gather"),
         Scheme("hybrid4-tp", "hybrid", 4, "tp"),
         Scheme("tp4", "tp", 4, "tp"),
+        # TP2 x SP2 from the first token to the last, as others have it: what does not change between the phases, to compare with.
+        Scheme("replicated4-ulysses", "replicated", 4, "sp", usual=False),
         Scheme("tp2", "tp", 2, "tp"),
         Scheme("single", "single", 1, "tp"),
     )
@@ -107,7 +111,7 @@ def choose_schemes(names: Sequence[str], ranks: int, alone: bool, *, instead: st
     if wrong or not fitting:
         what = f"scheme {wrong[0]} does not run on {ranks} ranks" if wrong else f"no scheme runs on {ranks} ranks"
         raise BenchError(f"{what}; give --ranks {', '.join(sorted({str(s.ranks) for s in SCHEMES.values()}))}{instead}.")
-    return tuple(names) or tuple(fitting)
+    return tuple(names) or tuple(name for name in fitting if SCHEMES[name].usual)
 
 
 def cases(options: DenoiseOptions) -> list[Case]:

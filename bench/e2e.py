@@ -98,6 +98,7 @@ class WholePicture:
         clock.end("encode")
         text, before = self._write(features, clock)
         after = clock.allocated
+        moved = home.moved_bytes(engine.model.resident)
         home.require_unmoved(engine.model.resident, "after the switch")
         require_no_copy(before, clock.peaks.get("switch", before))
         rows = picture_rows(self._built, self._trace.task, self._cond_images, text)
@@ -121,7 +122,7 @@ class WholePicture:
             image_tokens=latent.shape[-1] * latent.shape[-2],
             words={"decode": text.decode, "reduction": text.reduction, "moe": engine.moe_words},
             switch={
-                "tensors": len(home.places), "weight_bytes": home.nbytes, "allocated_before": before, "allocated_after": after,
+                "tensors": len(home.places), "weight_bytes": home.nbytes, "moved_bytes": moved, "allocated_before": before, "allocated_after": after,
                 "allocated_most": clock.peaks.get("switch", before),
             },
             tokens_digest=digest_of(list(text.tokens), {}),

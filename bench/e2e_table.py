@@ -46,11 +46,15 @@ class E2eOptions:
     layers: int
     small: bool
     repeats: int
+    text_tokens: int | None = None
+    """Of every picture's text, else as many as the published figures are of; ``steps`` likewise."""
+    steps: int | None = None
 
 
 def traces(options: E2eOptions) -> list[Trace]:
     def trace(task: Task) -> Trace:
-        return Trace(task, SMALL_TEXT, SMALL_STEPS) if options.small else Trace(task, TEXT_TOKENS[task.name], STEPS)
+        tokens, steps = (SMALL_TEXT, SMALL_STEPS) if options.small else (TEXT_TOKENS[task.name], STEPS)
+        return Trace(task, options.text_tokens or tokens, options.steps or steps)
 
     return [trace(task) for task in choose_tasks(options.tasks, small=options.small)]
 
@@ -118,6 +122,7 @@ def row_of(pictures: Sequence[Picture], trace: Trace, comm: Communicator) -> dic
         "ms_prefill": seconds["prefill"] * 1e3,
         "ms_per_token": seconds["decode"] * 1e3 / (trace.text_tokens - 1),
         "switch_ms": seconds["switch"] * 1e3,
+        "switch_ms_of_repeats": [values[PARTS.index("switch")] / 1e6 for values in slowest[1:]],
         "ms_per_step": seconds["denoise"] * 1e3 / trace.steps,
         "median_ms_per_step": median[-1] / 1e6,
         "steps_ms": [round(ms, 3) for ms in last.step_ms],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
@@ -19,9 +20,21 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "hardware": hardware,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else "",
+        "triton": version_of("triton"),
+        "flashinfer": version_of("flashinfer-python"),
+        "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
     }
+
+
+def version_of(distribution: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def commit() -> str:

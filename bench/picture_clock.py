@@ -71,6 +71,11 @@ class Residence:
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes in self.places.values())
 
+    def moved_bytes(self, resident: Mapping[str, torch.Tensor]) -> int:
+        """Of the tensors that lie elsewhere now."""
+        now = Residence.of(resident).places
+        return sum(nbytes for name, (place, nbytes) in self.places.items() if now.get(name) != (place, nbytes))
+
     def require_unmoved(self, resident: Mapping[str, torch.Tensor], when: str) -> None:
         """Raises BenchError when a tensor lies elsewhere now."""
         now = Residence.of(resident).places
