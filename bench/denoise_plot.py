@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ from .errors import BenchError
 
 LINES = {"measured": "-", "alone": "-", "predicted": "--"}
 WORDS = {"measured": "", "alone": " (one rank + collectives)", "predicted": ""}
+
+
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(files: Sequence[Path], out: Path) -> None:

@@ -17,7 +17,7 @@ from .ar import TASKS, prompt_text
 from .environment import ROOT
 from .errors import BenchError
 from .node_client import Graph, NodeRun, run_graph
-from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load, read_compared
+from .node_launch import FOLDER, LIMIT_S, EqualDigests, LaunchOptions, StartLaunch, measure_in_launch, percent, print_load, read_compared
 from .release import RELEASE, SMALL, Release
 from .timing import Spread
 
@@ -57,7 +57,7 @@ def measure(options: NodeOptions, launch: StartLaunch, equal_digests: EqualDiges
     return {**result, "task": task.name, "prompt_tokens": task.tokens, "bench": expected}
 
 
-def text_graph(prompt: str, options: NodeOptions) -> tuple[Graph, str]:
+def text_graph(prompt: str, options: LaunchOptions) -> tuple[Graph, str]:
     """Loader and Think / Recaption of the published workflow, and the id of the latter."""
     whole: Graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     kept = {key: value for key, value in whole.items() if value["class_type"] in ("HunyuanImage3Loader", "HunyuanImage3Rewrite")}

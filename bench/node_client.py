@@ -51,20 +51,29 @@ class NodeRun:
 
 
 async def run_graph(
-    url: str, graph: Graph, node: str, *, cancel_at: int | None = None, on_load: Callable[[int, int], None] = lambda done, total: None, limit_s: float
+    url: str,
+    graph: Graph,
+    node: str,
+    *,
+    cancel_at: int | None = None,
+    on_load: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int], None] = lambda count: None,
+    limit_s: float,
 ) -> NodeRun:
-    """``node``: the node of ``graph`` whose progress counts. ``cancel_at``: press cancel once so many of its tokens or steps are there. ``on_load``:
-    progress of the other nodes.
+    """``node``: the node of ``graph`` whose progress counts and goes to ``on_progress``. ``cancel_at``: press cancel once so many of its tokens or
+    steps are there. ``on_load``: progress of the other nodes.
 
     Raises BenchError when the graph is refused or fails.
     """
     try:
-        return await asyncio.wait_for(_run(url, graph, node, cancel_at, on_load), limit_s)
+        return await asyncio.wait_for(_run(url, graph, node, cancel_at, on_load, on_progress), limit_s)
     except TimeoutError:
         raise BenchError(f"a prompt was not finished after {limit_s:.0f} s") from None
 
 
-async def _run(url: str, graph: Graph, node: str, cancel_at: int | None, on_load: Callable[[int, int], None]) -> NodeRun:
+async def _run(
+    url: str, graph: Graph, node: str, cancel_at: int | None, on_load: Callable[[int, int], None], on_progress: Callable[[int], None]
+) -> NodeRun:
     import aiohttp  # comes with every ComfyUI
 
     client, run = uuid.uuid4().hex, NodeRun()
@@ -88,6 +97,7 @@ async def _run(url: str, graph: Graph, node: str, cancel_at: int | None, on_load
                 continue
             if kind == "progress" and str(data["node"]) == node:
                 run.progress.append((now - began, data["value"]))
+                on_progress(data["value"])
                 if cancel_at is not None and cancelling is None and data["value"] >= cancel_at:
                     cancelling = asyncio.create_task(_press_cancel(session, url))
             elif kind == "progress":

@@ -62,9 +62,17 @@ def read_compared(file: Path, bench: str, rows: str) -> dict[str, Any]:
 
 
 def measure_in_launch(
-    options: LaunchOptions, spec: SyntheticSpec, launch: StartLaunch, equal_digests: EqualDigests, use: Use, *, flags: Sequence[str] = ()
+    options: LaunchOptions,
+    spec: SyntheticSpec,
+    launch: StartLaunch,
+    equal_digests: EqualDigests,
+    use: Use,
+    *,
+    flags: Sequence[str] = (),
+    restarts: int = 0,
 ) -> dict[str, Any]:
-    """What ``use`` measures at the address of rank 0, with the machine, the settings and the ranks' digests. ``flags`` are ComfyUI's.
+    """What ``use`` measures at the address of rank 0, with the machine, the settings and the ranks' digests. ``flags`` are ComfyUI's; so often are ranks
+    that fail started again.
 
     Raises BenchError, and what ``launch`` and ``equal_digests`` raise.
     """
@@ -73,7 +81,13 @@ def measure_in_launch(
         environment = {RANDOM_WEIGHTS: "allowed", "COMFYUI_DIR": os.environ.get("COMFYUI_DIR", "")}
         print(f"Starting {options.ranks} ranks on {options.device} ...", flush=True)
         with launch(
-            ranks=options.ranks, device=options.device, models=[Path(parent) / FOLDER], comfy_flags=flags, environment=environment, announce=print
+            ranks=options.ranks,
+            device=options.device,
+            models=[Path(parent) / FOLDER],
+            comfy_flags=flags,
+            environment=environment,
+            restarts=restarts,
+            announce=print,
         ) as running:
             try:
                 figures = asyncio.run(use(running.url, built))

@@ -22,7 +22,7 @@ from .environment import ROOT
 from .errors import BenchError
 from .grouped_mm_experts import GROUPED_MM
 from .node_client import Graph, NodeRun, run_graph
-from .node_launch import FOLDER, LIMIT_S, EqualDigests, StartLaunch, measure_in_launch, percent, print_load, read_compared
+from .node_launch import FOLDER, LIMIT_S, EqualDigests, LaunchOptions, StartLaunch, measure_in_launch, percent, print_load, read_compared
 from .release import RELEASE, SMALL, Release
 from .timing import Spread
 
@@ -72,7 +72,7 @@ def measure(options: PictureOptions, launch: StartLaunch, equal_digests: EqualDi
     return {**result, "task": task.name, "prefix": task.tokens, "width": side, "height": side, "bench": expected}
 
 
-def picture_graph(built: Release, task: Task, options: PictureOptions) -> PictureGraph:
+def picture_graph(built: Release, task: Task, options: LaunchOptions) -> PictureGraph:
     """The published workflow, with what the task fixes: a prompt of its length without a system prompt, and a square of the model's base size."""
     graph: Graph = json.loads(WORKFLOW.read_text(encoding="utf-8"))
 
