@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from ..kernels.kernel_set import MOE_BACKENDS
@@ -18,7 +19,21 @@ def parser() -> argparse.ArgumentParser:
     memory.add_argument("--ranks", type=_count, default=4, choices=(1, 2, 4, 8), help="ranks that share the weights (default 4)")
     memory.add_argument("--layers", type=_count, default=4, help="layers of the model (default 4)")
     memory.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
-    ar = commands.add_parser("ar", help="prefill and decode, ms and share of the floor")
+    _add_ar(commands.add_parser("ar", help="prefill and decode, ms and share of the floor"))
+    _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
+    plots = commands.add_parser("plot", help="the scaling curves of results of bench denoise as a PNG; needs matplotlib")
+    plots.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of bench denoise --out; predictions start from the first")
+    plots.add_argument("--out", type=Path, metavar="PNG", help="(default: beside the first FILE, with its name)")
+    _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
+    _add_vae(commands.add_parser("vae", help="decode and encode pictures on one rank and on all: ms, memory, difference"))
+    _add_load(commands.add_parser("load", help="load a synthetic checkpoint from the local disk on all ranks: seconds, memory, GB/s against the disk's own"))
+    _add_faults(commands.add_parser("faults", help="kill a rank of a launch while it writes and while it draws: seconds until all are back"))
+    _add_article(commands.add_parser("article", help="all tables of one machine, resumable, as JSON and as one page beside the published figures"))
+    _add_node(commands.add_parser("node", help="text of the Think / Recaption node or a picture by KSampler in ComfyUI: speed on the page, time to cancel"))
+    return parser
+
+
+def _add_ar(ar: argparse.ArgumentParser) -> None:
     ar.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
     ar.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU)")
     ar.add_argument("--alone", action="store_true", help="measure one rank of --ranks on one GPU, without its peers")
@@ -31,14 +46,6 @@ def parser() -> argparse.ArgumentParser:
     ar.add_argument("--repeats", type=_count, default=5)
     ar.add_argument("--no-eager", action="store_true", help="leave out the slow rows")
     ar.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
-    _add_denoise(commands.add_parser("denoise", help="one denoise step with guidance, ms and share of the floor, by plan, expert path and guidance"))
-    plots = commands.add_parser("plot", help="the scaling curves of results of bench denoise as a PNG; needs matplotlib")
-    plots.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results of bench denoise --out; predictions start from the first")
-    plots.add_argument("--out", type=Path, metavar="PNG", help="(default: beside the first FILE, with its name)")
-    _add_e2e(commands.add_parser("e2e", help="whole pictures with guidance: seconds of every part from the prompt to the pixels, by plan"))
-    _add_vae(commands.add_parser("vae", help="decode and encode pictures on one rank and on all: ms, memory, difference"))
-    _add_node(commands.add_parser("node", help="text of the Think / Recaption node or a picture by KSampler in ComfyUI: speed on the page, time to cancel"))
-    return parser
 
 
 def _add_denoise(denoise: argparse.ArgumentParser) -> None:
@@ -74,7 +81,9 @@ def _add_vae(vae: argparse.ArgumentParser) -> None:
     vae.add_argument("--alone", action="store_true", help="one rank makes everything, whatever the number of GPUs")
     vae.add_argument("--ranks", type=_count, choices=(1, 2, 4, 8), help="ranks (default: one for each GPU)")
     vae.add_argument("--size", type=_size, action="append", default=[], metavar="HxW", help="may be repeated (default: 1024x1024, 2048x2048, the widest)")
-    vae.add_argument("--beside", type=_gigabytes, default=0.0, metavar="GB", help="memory of each GPU that is taken first, as weights would (default 0)")
+    vae.add_argument(
+        "--beside", type=_amount("memory in GB"), default=0.0, metavar="GB", help="memory of each GPU that is taken first, as weights would (default 0)"
+    )
     vae.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     vae.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
     vae.add_argument("--repeats", type=_count, default=3)
@@ -87,14 +96,17 @@ def _count(words: str) -> int:
     return int(words)
 
 
-def _gigabytes(words: str) -> float:
-    try:
-        value = float(words)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{words!r} is no amount of memory in GB; give 0 or more")
-    return value
+def _amount(of: str) -> Callable[[str], float]:
+    def amount(words: str) -> float:
+        try:
+            value = float(words)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{words!r} is no amount of {of}; give 0 or more")
+        return value
+
+    return amount
 
 
 def _size(words: str) -> tuple[int, int]:
@@ -102,6 +114,37 @@ def _size(words: str) -> tuple[int, int]:
     if not (height.isdigit() and width.isdigit()):
         raise argparse.ArgumentTypeError(f"{words!r} is no size in pixels; write height x width, such as 1024x768")
     return int(height), int(width)
+
+
+def _add_load(load: argparse.ArgumentParser) -> None:
+    load.add_argument("--ranks", type=_count, choices=(1, 2, 4, 8), help="ranks (default: one for each GPU)")
+    load.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp", help="the loader's plan (default: tp)")
+    load.add_argument("--gib", type=_amount("GiB"), metavar="GIB", help="the most that the checkpoint may have (default: what the disk bears, up to the whole)")
+    load.add_argument("--folder", type=Path, metavar="DIR", help="where it is written, and removed at the end (default: in the folder for temporary files)")
+    load.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    load.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
+    load.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _add_faults(faults: argparse.ArgumentParser) -> None:
+    faults.add_argument("--ranks", type=_count, choices=(2, 4, 8), help="ranks (default: one for each GPU)")
+    faults.add_argument("--scheme", choices=("tp", "hybrid", "replicated"), default="tp")
+    faults.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: ranks join through gloo instead of NCCL")
+    faults.add_argument("--out", type=Path, metavar="FILE", help="also write everything as JSON")
+
+
+def _add_article(article: argparse.ArgumentParser) -> None:
+    where = article.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="folder of the results: a JSON file each, article.md, PNG curves; what is there is kept")
+    where.add_argument("--render", type=Path, metavar="DIR", help="measure nothing, write article.md and the curves again from the JSON files there")
+    article.add_argument("--part", action="append", default=[], metavar="NAME", help="only this one; may be repeated (default: all without a result)")
+    article.add_argument("--again", action="store_true", help="measure also what has a result, and replace it")
+    article.add_argument("--minutes", type=_amount("minutes"), metavar="M", help="begin nothing more after so many minutes; call again for the rest")
+    article.add_argument("--ranks", type=_count, choices=(2, 4), help="ranks (default: 4, or 2 where there are fewer GPUs)")
+    article.add_argument("--gib", type=_amount("GiB"), metavar="GIB", help="part load: the most that the checkpoint may have")
+    article.add_argument("--folder", type=Path, metavar="DIR", help="part load: where the checkpoint is written")
+    article.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
+    article.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")
 
 
 def _add_node(node: argparse.ArgumentParser) -> None:
@@ -124,6 +167,8 @@ def _add_e2e(e2e: argparse.ArgumentParser) -> None:
     e2e.add_argument("--ranks", type=_count, help="ranks (default: one for each GPU)")
     e2e.add_argument("--scheme", choices=tuple(SCHEMES), action="append", default=[], help="may be repeated (default: all that fit the ranks)")
     e2e.add_argument("--task", choices=("t2i", "ti2i", "both"), default="both")
+    e2e.add_argument("--tokens", type=_count, help="tokens of each text (default: 750 and 460, as published)")
+    e2e.add_argument("--steps", type=_count, help="steps of each picture (default: 50)")
     e2e.add_argument("--layers", type=_count, default=32)
     e2e.add_argument("--scale", choices=("full", "small"), default="full", help="small: toy sizes, to try the program")
     e2e.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, with --scale small")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -14,23 +16,27 @@ import torch
 
 from ..parallel.cluster import Cluster
 from ..parallel.faults import SectionMismatch
-from . import ar_table, denoise_accuracy, denoise_table, e2e_table, node, node_picture, vae_table
+from . import ar_table, article, denoise_accuracy, denoise_table, e2e_table, faults, load_table, node, node_picture, vae_table
 from .ar_table import ArOptions
 from .arguments import parser
+from .article import ArticleOptions
 from .denoise import STEPS
 from .denoise_accuracy import AccuracyOptions
 from .denoise_cases import DenoiseOptions, choose_schemes
 from .denoise_plot import plot
+from .disk import own_folder
 from .e2e_table import E2eOptions
 from .errors import BenchError
+from .faults import FaultOptions
+from .load_table import LoadRun
 from .node import NodeOptions
 from .node_launch import EqualDigests, StartLaunch
 from .node_picture import PictureOptions
-from .report import write_result
+from .report import require_writable, write_result
 from .vae_table import VaeOptions
 
-TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table, "vae": vae_table}
-OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions, "vae": VaeOptions}
+TABLES = {"ar": ar_table, "denoise": denoise_table, "e2e": e2e_table, "load": load_table, "vae": vae_table}
+OPTIONS = {"ar": ArOptions, "denoise": DenoiseOptions, "e2e": E2eOptions, "load": LoadRun, "vae": VaeOptions}
 TOKENS = 1024
 """Of one text of bench node."""
 ALL_LAYERS, ACCURATE_LAYERS = 32, 4
@@ -46,22 +52,31 @@ def main(arguments: list[str], *, start_ranks: StartRanks, join: Join, launch: S
         return 0
     options = parser().parse_args(arguments)
     if options.command == "plot":
-        plot(options.files, options.out or options.files[0].with_suffix(".png"))
+        out = options.out or options.files[0].with_suffix(".png")
+        require_writable(out)
+        plot(options.files, out)
         return 0
-    if options.command in ("ar", "denoise", "e2e", "node", "vae") and options.device == "cpu":
-        if options.scale != "small":
+    if options.command == "article" and options.render is not None:
+        article.render(options.render)
+        return 0
+    if getattr(options, "device", "cuda") == "cpu":
+        if getattr(options, "scale", "small") != "small":
             raise BenchError(f"bench {options.command} --device cpu only tries the program; add --scale small.")
     elif not torch.cuda.is_available():
         raise BenchError(f"bench {options.command} measures CUDA devices and this machine has none; run it on a machine with a GPU.")
+    if options.command == "article":
+        return _article(options, lambda words: main(words, start_ranks=start_ranks, join=join, launch=launch, equal_digests=equal_digests))
+    if options.out is not None:
+        require_writable(options.out)
     if options.command == "memory":
         from .prefix_memory import report
 
         report(options.ranks, options.layers, options.out)
         return 0
-    if options.command == "node":
-        _node(options, launch, equal_digests)
+    if options.command in ("node", "faults"):
+        {"node": _node, "faults": _faults}[options.command](options, launch, equal_digests)
         return 0
-    {"ar": _ar, "denoise": _denoise, "e2e": _e2e, "vae": _vae}[options.command](options, start_ranks)
+    {"ar": _ar, "denoise": _denoise, "e2e": _e2e, "load": _load, "vae": _vae}[options.command](options, start_ranks)
     return 0
 
 
@@ -80,6 +95,8 @@ def _e2e(options: argparse.Namespace, start_ranks: StartRanks) -> None:
         layers=2 if options.scale == "small" else options.layers,
         small=options.scale == "small",
         repeats=options.repeats,
+        text_tokens=options.tokens,
+        steps=options.steps,
     )
     _measure("e2e", options, run, start_ranks)
 
@@ -165,6 +182,43 @@ def _node(options: argparse.Namespace, launch: StartLaunch, equal_digests: Equal
         write_result(result, options.out)
 
 
+def _faults(options: argparse.Namespace, launch: StartLaunch, equal_digests: EqualDigests) -> None:
+    ranks = options.ranks or _device_count(options.device)
+    _require_devices(options.device, ranks)
+    if ranks < 2:
+        raise BenchError("bench faults kills one of several ranks, and there is one; give --ranks 2 or more, on as many GPUs.")
+    result = faults.measure(FaultOptions(options.scheme, ranks, options.device, layers=2, small=True), launch, equal_digests)
+    faults.print_result(result)
+    if options.out is not None:
+        write_result(result, options.out)
+    faults.require_recovery(result)
+
+
+def _load(options: argparse.Namespace, start_ranks: StartRanks) -> None:
+    ranks, small = options.ranks or _device_count(options.device), options.scale == "small"
+    _require_devices(options.device, ranks)
+    with own_folder(options.folder or Path(tempfile.gettempdir()) / f"phase-parallel-load-{os.getuid()}") as folder:
+        checkpoint, layers, _ = load_table.prepare(folder, small=small, gib=options.gib)
+        run = LoadRun(options.scheme, ranks, ranks == 1, layers, small, str(checkpoint))
+        _measure("load", options, run, start_ranks)
+
+
+def _article(options: argparse.Namespace, bench: Callable[[list[str]], int]) -> int:
+    devices = torch.cuda.device_count() if options.device == "cuda" else None
+    run = ArticleOptions(
+        out=options.out,
+        parts=tuple(options.part),
+        again=options.again,
+        minutes=options.minutes,
+        ranks=article.choose_ranks(options.ranks, devices),
+        device=options.device,
+        small=options.scale == "small",
+        gib=options.gib,
+        folder=options.folder,
+    )
+    return article.measure(run, bench)
+
+
 def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     ranks = options.ranks or _device_count(options.device)
     run = ArOptions(
@@ -182,15 +236,19 @@ def _ar(options: argparse.Namespace, start_ranks: StartRanks) -> None:
     _measure("ar", options, run, start_ranks)
 
 
-def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions | E2eOptions | VaeOptions, start_ranks: StartRanks) -> None:
+def _measure(bench: str, options: argparse.Namespace, run: ArOptions | DenoiseOptions | E2eOptions | LoadRun | VaeOptions, start_ranks: StartRanks) -> None:
     """In this process where one rank is all, else in one process a rank."""
     if not run.alone:
-        if options.device == "cuda" and run.ranks > torch.cuda.device_count():
-            raise BenchError(f"{run.ranks} ranks need {run.ranks} GPUs and this machine has {torch.cuda.device_count()}; give fewer --ranks, or --alone.")
+        _require_devices(options.device, run.ranks, ", or --alone")
         out = None if options.out is None else str(options.out.resolve())
         start_ranks(["bench"], {"bench": bench, "ranks": run.ranks, "device": options.device, "run": asdict(run), "out": out})
         return
     _show(bench, TABLES[bench].run_alone(run, _own_device(options.device)), options.out)
+
+
+def _require_devices(device: str, ranks: int, instead: str = "") -> None:
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        raise BenchError(f"{ranks} ranks need {ranks} GPUs and this machine has {torch.cuda.device_count()}; give fewer --ranks{instead}.")
 
 
 def _own_device(kind: str) -> torch.device:

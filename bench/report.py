@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .errors import BenchError
 
 LARGEST = 10
 
@@ -25,6 +29,30 @@ def print_split(words: str, split_us: Mapping[str, float]) -> None:
         print(f"   {words}: " + ", ".join(f"{name[:28]} {us / 1e3:.2f}" for name, us in top) + " ms")
 
 
+def require_writable(out: Path) -> None:
+    """Before anything is measured: a result of long work must find its place.
+
+    Raises BenchError when the file cannot be written. Its folder is made.
+    """
+    if out.is_dir():
+        raise BenchError(f"{out} is a folder, and the result is a file; give --out FILE.")
+    require_folder(out.parent)
+    if out.exists() and not os.access(out, os.W_OK):
+        raise BenchError(f"{out} cannot be written; give --out FILE in a place that you may write to.")
+
+
+def require_folder(folder: Path) -> None:
+    """The folder is made, and a file is written into it and removed again. Raises BenchError when that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".phase-parallel-"):
+            pass
+    except OSError as error:
+        raise BenchError(f"nothing can be written into {folder} ({error.strerror or error}); give --out in a place that you may write to.") from error
+
+
 def write_result(result: Mapping[str, Any], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished = out.with_name(f".{out.name}.unfinished")  # whoever is killed here leaves no half of a result
+    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(out)
