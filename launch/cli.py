@@ -64,10 +64,7 @@ def _report_errors(command: Callable[[], int]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="phase-parallel",
-        description="Several ComfyUI processes, one device each, make one image together.",
-    )
+    parser = argparse.ArgumentParser(prog="phase-parallel", description="Several ComfyUI processes, one device each, make one image together.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     up = commands.add_parser(
