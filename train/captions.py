@@ -22,11 +22,12 @@ class CaptionError(ValueError):
     """A text that describes no scene."""
 
 
-def caption(scene: Scene, language: LanguageName, rng: Random) -> str:
-    """One of the ways to ask for a scene: the phrasing, whether the usual is left out, whether "square" is said, and how it is typed are drawn."""
+def caption(scene: Scene, language: LanguageName, rng: Random, *, name_aspect: bool = False) -> str:
+    """One of the ways to ask for a scene: the phrasing, whether the usual is left out, whether "square" is said (`name_aspect`: it is), and how it is
+    typed are drawn."""
     words = LANGUAGES[language]
     phrasing, brief = rng.choice(words.captions), rng.random() < 0.5
-    names_aspect = scene.aspect != USUAL_ASPECT or rng.random() < 0.3
+    names_aspect = name_aspect or scene.aspect != USUAL_ASPECT or rng.random() < 0.3
     names_background = scene.background != USUAL_BACKGROUND or not brief
     slots = {
         **_counted(words, len(scene.objects)),

@@ -50,7 +50,11 @@ class Verdict:
 
 def judge(pixels: np.ndarray, scene: Scene) -> Verdict:
     """Compare uint8 `[H, W, 3]` with a scene. Raises ValueError for another shape or dtype."""
-    sight = see(pixels)
+    return compare(see(pixels), scene)
+
+
+def compare(sight: Sight, scene: Scene) -> Verdict:
+    """Compare what was seen with a scene."""
     pairs = _paired(scene, sight)
     score = score_pairs(pairs, background=sight.background == scene.background)
     return Verdict(sight, score, _sentence(scene, sight, pairs, score))
@@ -77,6 +81,12 @@ def _paired(scene: Scene, sight: Sight) -> list[Pair]:
     taken = {id(thing) for thing in best if thing is not None}
     alone = [(None, thing) for thing in (*compared, *rest) if id(thing) not in taken]
     return [*zip(scene.objects, best, strict=True), *alone]
+
+
+def as_told(scene: Scene) -> Sight:
+    """A scene that somebody describes, as if it had been seen; nothing has a box."""
+    nowhere = (0, 0, 0, 0)
+    return Sight(scene.background, tuple(SeenObject(thing.kind, thing.colour, thing.size, thing.position, nowhere) for thing in scene.objects))
 
 
 def tell(sight: Sight) -> str:
