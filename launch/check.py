@@ -24,22 +24,7 @@ from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, Parallel
 from .errors import LaunchError
 from .golden import GoldenCase
 from .golden_spec import CaseError
-
-# Name on the command line -> ranks, plan and the rest.
-PRESETS: dict[str, dict] = {
-    "single": {"ranks": 1, "plan": "single"},
-    "tp2": {"ranks": 2, "plan": "tp"},
-    "tp4": {"ranks": 4, "plan": "tp"},
-    "hybrid-sp-ulysses": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "ulysses"},
-    "hybrid-sp-kv": {"ranks": 4, "plan": "hybrid", "denoise": "sp", "attention": "kv_gather"},
-    "hybrid-cfg": {"ranks": 4, "plan": "hybrid", "denoise": "cfg"},
-    "replicated-sp-ulysses": {"ranks": 4, "plan": "replicated", "denoise": "sp", "attention": "ulysses"},
-    "replicated-sp-kv": {"ranks": 4, "plan": "replicated", "denoise": "sp", "attention": "kv_gather"},
-    "replicated-cfg": {"ranks": 4, "plan": "replicated", "denoise": "cfg"},
-}
-
-
-MAXIMUM_RANKS = 64
+from .plan_presets import PRESETS, choose_preset
 
 
 @dataclass(frozen=True)
@@ -159,16 +144,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _run_options(options: argparse.Namespace, preset: str) -> CheckOptions:
-    if preset not in PRESETS and preset not in PLAN_NAMES:
-        raise LaunchError(f"Plan {preset!r} is unknown; choose one of {', '.join([*PRESETS, *PLAN_NAMES, 'all'])}.")
-    chosen = PRESETS.get(preset) or {"ranks": {"single": 1, "tp": 2, "hybrid": 4, "replicated": 4}[preset], "plan": preset}
-    ranks = chosen["ranks"] if options.ranks is None else options.ranks
-    if not 1 <= ranks <= MAXIMUM_RANKS:
-        raise LaunchError(f"--ranks {ranks} is not possible; choose 1 to {MAXIMUM_RANKS}.")
+    chosen = choose_preset(preset, options.ranks, also=("all",))
     run = CheckOptions(
         golden=options.golden,
         cases=(),
-        ranks=ranks,
+        ranks=chosen["ranks"],
         plan=chosen["plan"],
         denoise=options.denoise or chosen.get("denoise"),
         attention=options.attention or chosen.get("attention", "ulysses"),

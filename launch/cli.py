@@ -1,4 +1,4 @@
-"""The command line: `phase-parallel up | demo | status | logs | doctor | check | bench | train`."""
+"""The command line: `phase-parallel up | demo | status | logs | doctor | check | bench | train | judge`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
         from . import check  # reads its own options
 
         return _report_errors(lambda: check.main(words[1:]))
+    if words[:1] == ["judge"]:
+        from . import judge
+
+        return _report_errors(lambda: judge.main(words[1:]))
     if words[:1] == ["bench"]:
         from ..bench import cli as bench
         from .demo import wait_for_equal_digests
@@ -130,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
     commands.add_parser("bench", help="measure speed and memory with random weights", add_help=False)
     commands.add_parser("train", help="train the mini model that the demo uses, from nothing", add_help=False)
+    commands.add_parser("judge", help="have a mini checkpoint draw unseen scenes and look at the pictures", add_help=False)
     return parser
 
 

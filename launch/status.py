@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -87,5 +88,11 @@ def work_row(report: dict[str, Any]) -> list[str]:
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest cell, two spaces in front and between."""
     lines = [list(headings), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    widths = [max(columns(line[column]) for line in lines) for column in range(len(headings))]
+    padded = ([cell + " " * (width - columns(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  " + "  ".join(line).rstrip() for line in padded)
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal: a Chinese sign takes two."""
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)

@@ -28,13 +28,14 @@ _FIRST_SCENE = 900_000
 
 @dataclass(frozen=True)
 class Item:
-    """One wish and the scene that answers it. `edit`: what was asked to change, for wishes about pictures."""
+    """One wish and the scene that answers it. `meaning`: the prompt in English; `edit`: what was asked to change, for wishes about pictures."""
 
     suite: Suite
     number: int
     language: LanguageName
     wanted: Scene
     wish: Wish
+    meaning: str
     edit: Edit | None = None
 
 
@@ -57,28 +58,30 @@ def _scene(number: int) -> Scene:
     return random_scene(_FIRST_SCENE + number // 2, unseen=True)
 
 
-def _words(suite: Suite, number: int) -> Random:
-    return Random(f"judge/{suite}/{number}")
+def _in_both(say: Callable[[LanguageName, Random], str], suite: Suite, number: int) -> tuple[str, str]:
+    """What `say` says in the language of the item, and in English, with the same phrasing."""
+    return say(_language(number), Random(f"judge/{suite}/{number}")), say("english", Random(f"judge/{suite}/{number}"))
 
 
 def _text_to_image(suite: Suite, number: int) -> Item:
     """The size of the scene's aspect is given, nothing is written. `distil` asks for what `t2i` asks for."""
     scene, language = _scene(number), _language(number)
-    prompt = caption(scene, language, _words("t2i", number))
-    return Item(suite, number, language, scene, Wish(prompt, "image", size_of(scene.aspect), number))
+    prompt, meaning = _in_both(lambda words, rng: caption(scene, words, rng), "t2i", number)
+    return Item(suite, number, language, scene, Wish(prompt, "image", size_of(scene.aspect), number), meaning)
 
 
 def _think(suite: Suite, number: int) -> Item:
     """Thought and recaption first, then a size of the model's own choice."""
     scene, language = _scene(number), _language(number)
-    return Item(suite, number, language, scene, Wish(caption(scene, language, _words(suite, number)), "think_recaption", None, number))
+    prompt, meaning = _in_both(lambda words, rng: caption(scene, words, rng), suite, number)
+    return Item(suite, number, language, scene, Wish(prompt, "think_recaption", None, number), meaning)
 
 
 def _ratio(suite: Suite, number: int) -> Item:
     """The prompt names the aspect; only the size is chosen."""
     scene, language = _scene(number), _language(number)
-    prompt = caption(scene, language, _words(suite, number), name_aspect=True)
-    return Item(suite, number, language, scene, Wish(prompt, "image", None, number))
+    prompt, meaning = _in_both(lambda words, rng: caption(scene, words, rng, name_aspect=True), suite, number)
+    return Item(suite, number, language, scene, Wish(prompt, "image", None, number), meaning)
 
 
 def _edit(suite: Suite, number: int) -> Item:
@@ -87,8 +90,8 @@ def _edit(suite: Suite, number: int) -> Item:
     edit, language = random_edit(_FIRST_SCENE + number, unseen=True, pictures=pictures), _language(number)
     sources = tuple(render(scene, *size_of(scene.aspect), number) for scene in edit.sources)
     size = size_of(edit.sources[0].aspect) if pictures == 1 else None
-    wish = Wish(instruction(edit, language, _words(suite, number)), "think_recaption", size, number, sources)
-    return Item(suite, number, language, edit.result, wish, edit)
+    prompt, meaning = _in_both(lambda words, rng: instruction(edit, words, rng), suite, number)
+    return Item(suite, number, language, edit.result, Wish(prompt, "think_recaption", size, number, sources), meaning, edit)
 
 
 _MAKERS: dict[Suite, Callable[[Suite, int], Item]] = {
