@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _report_errors(lambda: judge.main(words[1:]))
     if words[:1] == ["bench"]:
         from ..bench import cli as bench
-        from .demo import wait_for_equal_digests
+        from .demo_client import wait_for_equal_digests
         from .running import Launch
         from .spmd import joined, start_ranks
 
@@ -113,12 +113,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--secret-file", type=Path, metavar="FILE", help=f"several machines: holds the launch's secret (default: variable {SECRET})"
     )
 
-    demo = commands.add_parser("demo", help="make one image on four ranks with a small random checkpoint")
+    demo = commands.add_parser("demo", help="make eight pictures on four ranks with the mini checkpoints that come with this pack")
     demo.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     demo.add_argument(
         "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
+    )
+    demo.add_argument(
+        "--checkpoint", choices=("mini", "random"), default="mini", help="random: one image with random weights, which is noise (default: mini)"
     )
 
     commands.add_parser("status", help="show the running launches and their ranks")
@@ -164,7 +167,7 @@ def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
 def _demo(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     from .demo import demo
 
-    return demo(device=options.device, output=options.output)
+    return demo(device=options.device, output=options.output, checkpoint=options.checkpoint)
 
 
 def _status(options: argparse.Namespace, comfy_flags: list[str]) -> int:

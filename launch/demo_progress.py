@@ -11,6 +11,7 @@ FOLDED = {
     "AR prefill": "AR",
     "AR decode": "AR",
     "sample": "denoise",
+    "encode_references": "image encode",
     "vae_decode": "VAE decode",
     "vae_encode": "VAE encode",
 }
@@ -26,11 +27,13 @@ class DemoProgress:
     at work still gets its line, unless the section behind it is as short.
     """
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, *, before: dict[str, Any] | None = None) -> None:
+        """``before``: the status ahead of the prompt, where others have run: their seconds are still in it."""
         self.seconds: dict[str, float] = {}
         self._out = out
         self._live = out.isatty()
-        self._last_section: dict[str, float] = {}
+        first = None if before is None else before["ranks"][0]
+        self._last_section: dict[str, float] = {} if first is None else first["phase_seconds"]
         # The phase at work and its latest report; its line is on the terminal but not finished.
         self._at_work: Report | None = None
         self._finished: set[str] = set()
@@ -41,7 +44,7 @@ class DemoProgress:
         if report is None:
             return
         report = {**report, "phase": FOLDED.get(report["phase"], report["phase"])}
-        if self._at_work is not None and report["phase"] != self._at_work["phase"]:
+        if self._at_work is not None and report["phase"] != self._at_work["phase"] and (report["phase"] != "idle" or not self._goes_on()):
             self._finish(report)
         if report["phase_seconds"] != self._last_section:
             self._last_section = report["phase_seconds"]
@@ -50,6 +53,15 @@ class DemoProgress:
             self._at_work = report
             if self._live:
                 self._write("\r", _line(report), "")
+
+    def end(self) -> None:
+        """The prompt has ended, and the phase at work with it."""
+        if self._at_work is not None:
+            self._finish(self._at_work)
+
+    def _goes_on(self) -> bool:
+        """Whether the phase at work has steps left: between those of a stock sampler the ranks are idle."""
+        return self._at_work is not None and self._at_work["done"] < self._at_work["total"]
 
     def _add_section(self, report: Report) -> None:
         for name, seconds in report["phase_seconds"].items():
@@ -66,7 +78,8 @@ class DemoProgress:
         assert self._at_work is not None
         # The speed of a phase stays in later reports; its count does not.
         speeds = {name: after[name] for name in ("tokens_per_s", "s_per_step")}
-        report = {**self._at_work, **speeds, "done": self._at_work["total"]}
+        ended = COUNTED.get(self._at_work["phase"]) == "tokens" and self._goes_on()  # a text may end before its limit
+        report = {**self._at_work, **speeds, "done": self._at_work["total"], "total": 0 if ended else self._at_work["total"]}
         self._at_work = None
         self._finished.add(report["phase"])
         line = (

@@ -18,8 +18,9 @@ import torch
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, make_plan
+from ..train.errors import MiniError
 from ..train.figures import GOALS, LANGUAGE_GOAL, MAIN
-from ..train.mini import NAMES, MiniError
+from ..train.mini import NAMES
 from ..train.mini_folder import mini_folder
 from ..train.scenes import BASE_SIZE
 from ..train.suites import SUITES, Suite, suites_for

@@ -22,6 +22,8 @@ ROOM = 200
 SOURCE = 62
 """Longer side of a picture that was given."""
 ARROW = 22
+SEEN_LINES = 4
+"""What is seen in a wrong picture may have no end."""
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 14, 13, 11
 LEADING = 1.32
 SCALE = 2
@@ -81,7 +83,7 @@ def _card(draw: ImageDraw.ImageDraw, entry: Entry, box: Box) -> list[tuple[Image
         y += _line(TEXT_SIZE)
     y += 6
     _mark(draw, entry.right, left + PAD, y + 1)
-    for line in wrapped(entry.seen, SMALL_SIZE, inner - 20):
+    for line in _seen_lines(entry, inner):
         _write(draw, (left + PAD + 20, y), line, SMALL_SIZE, GREY)
         y += _line(SMALL_SIZE)
     return places
@@ -90,7 +92,7 @@ def _card(draw: ImageDraw.ImageDraw, entry: Entry, box: Box) -> list[tuple[Image
 def _card_height(entry: Entry, column: int) -> int:
     inner = column - 2 * PAD
     prompt = len(wrapped(entry.prompt, TEXT_SIZE, inner)) * _line(TEXT_SIZE)
-    seen = max(len(wrapped(entry.seen, SMALL_SIZE, inner - 20)) * _line(SMALL_SIZE), 16)
+    seen = max(len(_seen_lines(entry, inner)) * _line(SMALL_SIZE), 16)
     return PAD + ROOM + PAD + _line(SMALL_SIZE) + 4 + prompt + 6 + seen + PAD
 
 
@@ -146,6 +148,11 @@ def _mark(draw: ImageDraw.ImageDraw, right: bool | None, x: int, y: int) -> None
 def _arrow(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
     draw.line([(x * SCALE, y * SCALE), ((x + ARROW - 6) * SCALE, y * SCALE)], fill=GREY, width=2 * SCALE)
     draw.polygon([((x + u) * SCALE, (y + v) * SCALE) for u, v in ((ARROW - 8, -5), (ARROW, 0), (ARROW - 8, 5))], fill=GREY)
+
+
+def _seen_lines(entry: Entry, inner: int) -> list[str]:
+    lines = wrapped(entry.seen, SMALL_SIZE, inner - 20)
+    return lines if len(lines) <= SEEN_LINES else [*lines[: SEEN_LINES - 1], f"{lines[SEEN_LINES - 1]} ..."]
 
 
 def wrapped(text: str, size: int, width: int) -> list[str]:

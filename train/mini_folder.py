@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 from ..parallel.checkpoint import INDEX_NAME
-from .mini import NAMES, SHARED, Kind, MiniError
+from .errors import MiniError
+from .mini import NAMES, SHARED, Kind
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 NEEDED = ("config.json", "generation_config.json", INDEX_NAME, "system_prompt.py", "tokenizer.json", "tokenizer_config.json")

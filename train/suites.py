@@ -85,10 +85,10 @@ def _ratio(suite: Suite, number: int) -> Item:
 
 
 def _edit(suite: Suite, number: int) -> Item:
-    """As the pack's graphs do it: one picture keeps its size, with two the model chooses. What the wish leaves alone stands where it stood."""
+    """As the pack's graphs do it: one picture keeps its size, with two the model chooses."""
     pictures = 1 if suite == "edit1" else 2
     edit, language = random_edit(_FIRST_SCENE + number, unseen=True, pictures=pictures), _language(number)
-    sources = tuple(render(scene, *size_of(scene.aspect), number) for scene in edit.sources)
+    sources = tuple(render(scene, *size_of(scene.aspect), 2 * number + place) for place, scene in enumerate(edit.sources))
     size = size_of(edit.sources[0].aspect) if pictures == 1 else None
     prompt, meaning = _in_both(lambda words, rng: instruction(edit, words, rng), suite, number)
     return Item(suite, number, language, edit.result, Wish(prompt, "think_recaption", size, number, sources), meaning, edit)
