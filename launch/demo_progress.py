@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
+from ..parallel.rank_record import CALL
+
 COUNTED = {"AR": "tokens", "VAE decode": "blocks"}  # every other phase that counts, counts steps
 # A section bears its operation's name until the operation names its phase. A demo's text is too short to show its two halves.
 FOLDED = {
@@ -44,7 +46,7 @@ class DemoProgress:
         if report is None:
             return
         report = {**report, "phase": FOLDED.get(report["phase"], report["phase"])}
-        if self._at_work is not None and report["phase"] != self._at_work["phase"] and (report["phase"] != "idle" or not self._goes_on()):
+        if self._at_work is not None and report["phase"] != self._at_work["phase"] and not self._between_steps(report):
             self._finish(report)
         if report["phase_seconds"] != self._last_section:
             self._last_section = report["phase_seconds"]
@@ -59,9 +61,9 @@ class DemoProgress:
         if self._at_work is not None:
             self._finish(self._at_work)
 
-    def _goes_on(self) -> bool:
-        """Whether the phase at work has steps left: between those of a stock sampler the ranks are idle."""
-        return self._at_work is not None and self._at_work["done"] < self._at_work["total"]
+    def _between_steps(self, report: Report) -> bool:
+        """Each step of a stock sampler is a section of its own, and the ranks are idle before the next one."""
+        return report["phase"] == "idle" and self._at_work is not None and self._at_work.get("unit") == CALL
 
     def _add_section(self, report: Report) -> None:
         for name, seconds in report["phase_seconds"].items():
@@ -78,7 +80,7 @@ class DemoProgress:
         assert self._at_work is not None
         # The speed of a phase stays in later reports; its count does not.
         speeds = {name: after[name] for name in ("tokens_per_s", "s_per_step")}
-        ended = COUNTED.get(self._at_work["phase"]) == "tokens" and self._goes_on()  # a text may end before its limit
+        ended = COUNTED.get(self._at_work["phase"]) == "tokens" and self._at_work["done"] < self._at_work["total"]  # a text may end before its limit
         report = {**self._at_work, **speeds, "done": self._at_work["total"], "total": 0 if ended else self._at_work["total"]}
         self._at_work = None
         self._finished.add(report["phase"])

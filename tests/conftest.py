@@ -68,3 +68,25 @@ def small_distil(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "small-distil"
     write_checkpoint(folder, SyntheticSpec(kind="distil", latent_channels=4, vit_layers=1))
     return folder
+
+
+@pytest.fixture(scope="session")
+def random_mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mini Instruct checkpoint with random weights; nobody changes it."""
+    from random_mini import write_random_mini
+
+    return write_random_mini(tmp_path_factory.mktemp("mini") / "instruct", "instruct")
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both mini checkpoints, random, as the pack ships them: Distil without the shard that is also Instruct's. Nobody changes them."""
+    from random_mini import write_random_mini
+
+    from phase_parallel.train.mini import NAMES
+
+    folder = tmp_path_factory.mktemp("shipped")
+    for kind, name in NAMES.items():
+        write_random_mini(folder / name, kind)
+    max((folder / NAMES["distil"]).glob("*.safetensors")).unlink()
+    return folder

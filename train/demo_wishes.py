@@ -89,7 +89,7 @@ DEMO_WISHES = (
         title="think + recaption, KSampler",
         way="think + recaption",
         language="english",
-        prompt="Three shapes on a grey background: a small yellow ring at the top left, a blue cross in the centre and a small red ring at the bottom right.",
+        prompt="Three shapes on a grey background: a small yellow ring at the top left, a blue cross and a small red ring at the bottom right.",
         wanted=_scene("grey", "square", "small yellow ring top left", "medium blue cross centre", "small red ring bottom right"),
     ),
     DemoWish(

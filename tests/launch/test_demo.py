@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from phase_parallel.launch import demo as module
-from phase_parallel.launch.demo import (
-    CHECKPOINT_NAME,
-    prepare_graph,
-    save_images,
-    small_checkpoint,
-    wait_for_equal_digests,
-)
+from phase_parallel.launch import demo_client as module
+from phase_parallel.launch.demo_client import wait_for_equal_digests
 from phase_parallel.launch.demo_progress import DemoProgress
+from phase_parallel.launch.demo_random import CHECKPOINT_NAME, prepare_graph, save_images, small_checkpoint
 from phase_parallel.launch.errors import LaunchError
 
 
@@ -68,6 +63,35 @@ def test_a_phase_whose_count_was_not_seen_is_done() -> None:
     progress.look(report("AR prefill"))
     progress.look(report("denoise", 1, 4, tokens_per_s=6.0, phase_seconds={"AR decode": 0.1}))
     assert out.getvalue().split() == ["AR", "done,", "6.0", "tokens/s"]
+
+
+def test_steps_of_a_stock_sampler_are_one_line() -> None:
+    """Between them the ranks are idle, and the last status may come before the last step."""
+    out = io.StringIO()
+    progress = DemoProgress(out)
+    for done in (1, 2, 3):
+        progress.look(report("denoise", done, 4, unit="call"))
+        progress.look(report("idle", phase_seconds={"denoise": 0.5 + done}))
+    progress.end()
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("denoise") and line.endswith("4/4 steps")
+    assert progress.seconds == {"denoise": 7.5}
+
+
+def test_a_text_that_ended_before_its_limit_tells_no_count() -> None:
+    out = io.StringIO()
+    progress = DemoProgress(out)
+    progress.look(report("AR decode", 24, 2000))
+    progress.look(report("denoise", 0, 4, tokens_per_s=6.0))
+    assert out.getvalue().split() == ["AR", "done,", "6.0", "tokens/s"]
+
+
+def test_seconds_of_an_earlier_prompt_do_not_count() -> None:
+    before = report("idle", phase_seconds={"VAE decode": 2.0})
+    progress = DemoProgress(io.StringIO(), before=before)
+    progress.look(before)
+    progress.look(report("idle", phase_seconds={"AR decode": 1.0}))
+    assert progress.seconds == {"AR": 1.0}
 
 
 def test_the_graph_must_have_one_loader() -> None:

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: a real ComfyUI, four ranks, one request, one picture."""
+"""The demo as a user runs it: a real ComfyUI, four ranks, requests to rank 0, pictures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import pytest
 from PIL import Image
 
 from phase_parallel.launch.cli import main
+from phase_parallel.launch.demo_report import SHEET
 from phase_parallel.launch.paths import runtime_folder
+from phase_parallel.train.demo_wishes import DEMO_WISHES
+from phase_parallel.train.mini_folder import SHIPPED
 
 
 @pytest.mark.host
 @pytest.mark.ranks4
 @pytest.mark.timeout(900)
-def test_demo_makes_a_picture_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+def test_the_random_demo_makes_a_picture_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--checkpoint", "random", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     (picture,) = (tmp_path / "out").glob("*.png")
     with Image.open(picture) as image:
@@ -30,4 +33,20 @@ def test_demo_makes_a_picture_and_leaves_nothing(tmp_path: Path, capsys: pytest.
         line.split()[1] for line in shown.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"], ["3"])
     }
     assert len(digests) == 1
+    assert list(runtime_folder().iterdir()) == []
+
+
+@pytest.mark.host
+@pytest.mark.ranks4
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason="train/checkpoints is not there yet, and pictures of random weights show nothing")
+def test_demo_makes_a_sheet_of_pictures_that_are_as_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    pictures = sorted(path for path in (tmp_path / "out").glob("*.png") if path.name != SHEET)
+    assert len(pictures) == len(DEMO_WISHES) and (tmp_path / "out" / SHEET).is_file()
+    for path, wish in zip(pictures, DEMO_WISHES, strict=True):
+        with Image.open(path) as image:
+            assert wish.prompt in json.dumps(json.loads(image.info["prompt"]), ensure_ascii=False)
+    assert f"finds {len(DEMO_WISHES)} of {len(DEMO_WISHES)} pictures as wanted" in shown, shown
     assert list(runtime_folder().iterdir()) == []
