@@ -71,6 +71,36 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="phase-parallel", description="Several ComfyUI processes, one device each, make one image together.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    _add_up(commands)
+    demo = commands.add_parser("demo", help="make eight pictures on four ranks with the mini checkpoints that come with this pack")
+    demo.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
+    )
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
+    )
+    demo.add_argument(
+        "--checkpoint", choices=("mini", "random"), default="mini", help="random: one image with random weights, which is noise (default: mini)"
+    )
+
+    commands.add_parser("status", help="show the running launches and their ranks")
+
+    logs = commands.add_parser("logs", help="show what the ranks of the running launches wrote last")
+    logs.add_argument("--rank", type=int, help="only this one (default: all)")
+    logs.add_argument("--lines", type=int, default=40, help=f"of each rank, at most {MAXIMUM_LINES} (default 40)")
+
+    doctor = commands.add_parser("doctor", help="check this machine and say what to do")
+    doctor.add_argument("--model", type=Path, metavar="DIR", help="also check this checkpoint folder")
+
+    # Only for the list of commands; `main` hands the words behind it to the command itself.
+    commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
+    commands.add_parser("bench", help="measure speed and memory with random weights", add_help=False)
+    commands.add_parser("train", help="train the mini model that the demo uses, from nothing", add_help=False)
+    commands.add_parser("judge", help="have a mini checkpoint draw unseen scenes and look at the pictures", add_help=False)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction) -> None:
     up = commands.add_parser(
         "up", help="start the ranks and stay until Ctrl-C", usage="%(prog)s [options] [-- ComfyUI flags]"
     )
@@ -112,33 +142,6 @@ def make_parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--secret-file", type=Path, metavar="FILE", help=f"several machines: holds the launch's secret (default: variable {SECRET})"
     )
-
-    demo = commands.add_parser("demo", help="make eight pictures on four ranks with the mini checkpoints that come with this pack")
-    demo.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
-    )
-    demo.add_argument(
-        "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
-    )
-    demo.add_argument(
-        "--checkpoint", choices=("mini", "random"), default="mini", help="random: one image with random weights, which is noise (default: mini)"
-    )
-
-    commands.add_parser("status", help="show the running launches and their ranks")
-
-    logs = commands.add_parser("logs", help="show what the ranks of the running launches wrote last")
-    logs.add_argument("--rank", type=int, help="only this one (default: all)")
-    logs.add_argument("--lines", type=int, default=40, help=f"of each rank, at most {MAXIMUM_LINES} (default 40)")
-
-    doctor = commands.add_parser("doctor", help="check this machine and say what to do")
-    doctor.add_argument("--model", type=Path, metavar="DIR", help="also check this checkpoint folder")
-
-    # Only for the list of commands; `main` hands the words behind it to the command itself.
-    commands.add_parser("check", help="compare this pack with every case of a golden folder", add_help=False)
-    commands.add_parser("bench", help="measure speed and memory with random weights", add_help=False)
-    commands.add_parser("train", help="train the mini model that the demo uses, from nothing", add_help=False)
-    commands.add_parser("judge", help="have a mini checkpoint draw unseen scenes and look at the pictures", add_help=False)
-    return parser
 
 
 def _up(options: argparse.Namespace, comfy_flags: list[str]) -> int:
