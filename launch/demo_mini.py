@@ -93,7 +93,7 @@ class _Session:
         file.write_bytes(content)
         pixels = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
         digest = wait_for_equal_digests(self._url)[0]
-        return Made(wish, sources, pixels, file, judge(pixels, wish.wanted), digest, time.monotonic() - began)
+        return Made(wish, name, sources, pixels, file, judge(pixels, wish.wanted), digest, time.monotonic() - began)
 
 
 def _drawn(scene: Scene, seed: int) -> np.ndarray:

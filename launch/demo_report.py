@@ -18,9 +18,10 @@ SHEET = "contact_sheet.png"
 
 @dataclass(frozen=True)
 class Made:
-    """What became of a wish. `sources` and `pixels`: uint8 `[H, W, 3]`; `digest`: of the last result, the same on all ranks."""
+    """What became of a wish. `graph`: name in workflows/api; `sources` and `pixels`: uint8 `[H, W, 3]`; `digest`: of the last result, the same on all ranks."""
 
     wish: DemoWish
+    graph: str
     sources: tuple[np.ndarray, ...]
     pixels: np.ndarray
     file: Path
@@ -40,8 +41,8 @@ def wish_lines(made: Sequence[Made]) -> str:
 
 def digest_table(made: Sequence[Made]) -> str:
     """How long each picture took, and the digest of its last result, which all ranks have."""
-    rows = [(str(number), one.wish.title, f"{one.seconds:.1f}", one.digest) for number, one in enumerate(made, start=1)]
-    return table(("", "way", "seconds", "digest on every rank"), rows)
+    rows = [(str(number), one.wish.title, one.graph, f"{one.seconds:.1f}", one.digest) for number, one in enumerate(made, start=1)]
+    return table(("", "way", "graph", "seconds", "digest on every rank"), rows)
 
 
 def phase_table(seconds: Mapping[str, float], *, started: float, drawn: float) -> str:

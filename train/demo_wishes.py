@@ -52,7 +52,7 @@ _FIRST = _scene("cyan", "square", "small yellow star left", "large red circle ce
 DEMO_WISHES = (
     DemoWish(
         graph="t2i_generate",
-        title="text to image, Generate",
+        title="text to image",
         way="size given",
         language="english",
         prompt="Draw a small yellow star at the left, a large red circle in the centre and a small black star at the right on a cyan background.",
@@ -60,7 +60,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="t2i_generate",
-        title="text to image, Generate",
+        title="text to image",
         way="size given",
         language="chinese",
         prompt="画左上角的紫色圆形、左下角的黄色三角形和右下角的大号蓝色五角星，粉色背景。",
@@ -69,7 +69,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="t2i_ksampler",
-        title="proportions chosen, KSampler",
+        title="proportions by the model",
         way="size chosen",
         language="english",
         prompt="A wide picture of a large orange triangle at the left and a green square at the right on a black background.",
@@ -77,7 +77,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="t2i_ksampler",
-        title="proportions chosen, KSampler",
+        title="proportions by the model",
         way="size chosen",
         language="chinese",
         prompt="一幅竖幅图画，灰色背景，画着上方的大号白色圆环和下方的大号红色十字。",
@@ -86,7 +86,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="t2i_think_recaption",
-        title="think + recaption, KSampler",
+        title="think + recaption",
         way="think + recaption",
         language="english",
         prompt="Three shapes on a grey background: a small yellow ring at the top left, a blue cross and a small red ring at the bottom right.",
@@ -94,7 +94,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="ti2i_edit",
-        title="edit of picture 1, KSampler",
+        title="edit of picture 1",
         way="think + recaption",
         language="chinese",
         prompt="把圆形变成紫色。",
@@ -104,7 +104,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="multi_image",
-        title="two pictures, Generate",
+        title="of two pictures",
         way="think + recaption",
         language="english",
         prompt="The shape of image 1 with the colour of image 2.",
@@ -113,7 +113,7 @@ DEMO_WISHES = (
     ),
     DemoWish(
         graph="distil_8_steps",
-        title="Distil, 8 steps, KSampler",
+        title="Distil, 8 steps",
         way="size chosen",
         language="english",
         prompt="A picture of a red cross at the top right, a large white star at the left and a small green ring at the bottom on a black background.",
