@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_up(commands)
-    demo = commands.add_parser("demo", help="make eight pictures on four ranks with the mini checkpoints that come with this pack")
+    demo = commands.add_parser("demo", help="make pictures on four ranks, from requests to rank 0")
     demo.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
     )
     demo.add_argument(
-        "--checkpoint", choices=("mini", "random"), default="mini", help="random: one image with random weights, which is noise (default: mini)"
+        "--checkpoint", choices=("mini", "random"), default="random", help="random: one image, which is noise (default); mini: eight by the mini checkpoints"
     )
 
     commands.add_parser("status", help="show the running launches and their ranks")

@@ -14,7 +14,7 @@ CHECKPOINTS: tuple[DemoCheckpoint, ...] = get_args(DemoCheckpoint)
 RANKS = 4
 
 
-def demo(*, device: str, output: Path, checkpoint: DemoCheckpoint = "mini") -> int:
+def demo(*, device: str, output: Path, checkpoint: DemoCheckpoint = "random") -> int:
     """Returns 0 when everything is saved and all ranks agree on it. Raises LaunchError otherwise."""
     device, _ = choose_device(device, RANKS)
     {"mini": mini_demo, "random": random_demo}[checkpoint](device, output, ranks=RANKS)

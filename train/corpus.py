@@ -40,7 +40,7 @@ class Encoders:
         for prefix, module in (("vae.", self._vae), ("vision_model.", self._tower)):
             mine = {key.removeprefix(prefix): value.float() for key, value in weights.items() if key.startswith(prefix) and ".head." not in key}
             module.load_state_dict(mine)
-            module.to(device).eval().requires_grad_(False)
+            module.to(device).requires_grad_(False)
         assert not has_outer_planes(self._vae.encoder), "its kernels look at other frames, but pictures are encoded frame by frame here"
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ def train_distil(
     device = buckets[0].tokens.device
     teacher = TrainingTrunk(teacher_config)
     teacher.load_state_dict(dict(teacher_weights))
-    teacher.to(device).eval().requires_grad_(False)
+    teacher.to(device).requires_grad_(False)
     student = TrainingTrunk(config)
     student.initialize(seed)
     missing = student.load_state_dict(dict(teacher_weights), strict=False)

@@ -39,6 +39,10 @@ def mini_folder(kind: Kind, target: Path, *, shipped: Path = SHIPPED) -> Path:
 def _files(kind: Kind, shipped: Path) -> dict[str, Path]:
     """Name in the folder -> where the pack has it."""
     own = shipped / NAMES[kind]
+    if not shipped.is_dir():
+        raise MiniError(
+            f"This version of the pack comes without the mini checkpoints; make them with `phase-parallel train` and put both folders into {shipped}."
+        )
     if not own.is_dir():
         raise MiniError(f"{own} is missing, so there is no {NAMES[kind]}; {_AGAIN}.")
     files = {path.name: path for path in sorted(own.iterdir()) if path.is_file()}

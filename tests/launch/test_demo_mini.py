@@ -171,7 +171,7 @@ def test_a_wrong_picture_is_called_wrong(drawn: dict[str, Any], shipped: Path, t
 
 
 def test_a_pack_without_checkpoints_says_what_to_do(drawn: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"is missing, so there is no .*`phase-parallel demo --checkpoint random` needs none\.$"):
+    with pytest.raises(LaunchError, match=r"comes without the mini checkpoints; .*`phase-parallel demo --checkpoint random` needs none\.$"):
         mini_demo("cpu", tmp_path / "out", ranks=4, shipped=tmp_path / "nowhere")
 
 
@@ -190,4 +190,4 @@ def test_the_command_chooses_the_checkpoint(words: list[str], monkeypatch: pytes
     for name in ("mini", "random"):
         monkeypatch.setattr(f"phase_parallel.launch.demo.{name}_demo", lambda device, output, ranks, name=name: calls.append((name, ranks)))
     assert main(["demo", "--device", "cpu", *words]) == 0
-    assert calls == [("random" if "random" in words else "mini", 4)]
+    assert calls == [("mini" if "mini" in words else "random", 4)]

@@ -97,5 +97,12 @@ def test_shards_of_two_trainings_do_not_go_together(copy: Path, tmp_path: Path) 
 
 
 def test_a_pack_without_checkpoints_says_so(tmp_path: Path) -> None:
-    with pytest.raises(MiniError, match=rf"is missing, so there is no {NAMES['distil']}; get it again"):
+    with pytest.raises(MiniError, match=r"comes without the mini checkpoints; make them with `phase-parallel train`"):
         mini_folder("distil", tmp_path, shipped=tmp_path / "nowhere")
+
+
+def test_a_checkpoint_that_is_missing_beside_the_other_is_named(shipped: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(shipped, tmp_path / "shipped")
+    shutil.rmtree(copy / NAMES["distil"])
+    with pytest.raises(MiniError, match=rf"is missing, so there is no {NAMES['distil']}; get it again"):
+        mini_folder("distil", tmp_path / "state", shipped=copy)
