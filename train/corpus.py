@@ -5,15 +5,13 @@ A seed gives the same corpus whatever the number of workers. Imports torch, nump
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.reference_images import encoder_input, posterior_sample, vit_patches
@@ -117,24 +115,34 @@ def build_corpus(
     rows: dict[Form, list[PackedRow]] = {}
     encoded: dict[Form, list[tuple[list[Tensor], list[Tensor]]]] = {}
     done, total = 0, sum(counts.values())
-    with _mapped(workers) as mapped:
-        for drawn in mapped(_drawn, jobs):
-            for form in dict.fromkeys(item.form for item in drawn):
-                group = [item for item in drawn if item.form == form]
-                rows.setdefault(form, []).extend(item.row for item in group)
-                encoded.setdefault(form, []).append(_encode(encoders, group, generator))
-            done += len(drawn)
-            tell(done, total)
+    for drawn in _in_order(jobs, workers):
+        for form in dict.fromkeys(item.form for item in drawn):
+            group = [item for item in drawn if item.form == form]
+            rows.setdefault(form, []).extend(item.row for item in group)
+            encoded.setdefault(form, []).append(_encode(encoders, group, generator))
+        done += len(drawn)
+        tell(done, total)
     return [_bucket(form, rows[form], encoded.pop(form), encoders.device) for form in sorted(rows, key=repr)]
 
 
-@contextmanager
-def _mapped(workers: int) -> Iterator[Callable]:
-    if workers <= 1:
-        yield map
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool.map
+class _Jobs(Dataset):
+    """Drawn when asked for, so that a loader's processes draw."""
+
+    def __init__(self, jobs: list[_Job]) -> None:
+        self._jobs = jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, number: int) -> list[_Drawn]:
+        return _drawn(self._jobs[number])
+
+
+def _in_order(jobs: list[_Job], workers: int) -> Iterable[list[_Drawn]]:
+    """The jobs' examples, drawn by so many processes. They are forks, which need not find the pack anew, and never touch the device."""
+    processes = 0 if workers == 1 else min(workers, len(jobs))
+    context = "fork" if processes else None
+    return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn, num_workers=processes, multiprocessing_context=context)
 
 
 def _encode(encoders: Encoders, group: list[_Drawn], generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:

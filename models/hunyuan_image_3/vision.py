@@ -31,9 +31,8 @@ class Embeddings(nn.Module):
 
     def forward(self, patches: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
         """patches [N, P, 768], grids N x (gh, gw) -> [N, P, D]."""
-        num_slots = patches.shape[1]
-        positions = torch.stack([self._positions(gh, gw, num_slots) for gh, gw in grids])
-        return self.patch_embedding(patches) + positions
+        by_grid = {grid: self._positions(*grid, patches.shape[1]) for grid in dict.fromkeys(grids)}
+        return self.patch_embedding(patches) + torch.stack([by_grid[grid] for grid in grids])
 
     def _positions(self, gh: int, gw: int, num_slots: int) -> Tensor:
         """[P, D]: the table resized to gh x gw, row-major; padding slots get its first entry."""
