@@ -43,9 +43,9 @@ class Stage:
 class VaeRecipe:
     """``pictures`` are rendered once, from the training side of the split; ``rate``: the highest learning rate, one cosine over all stages."""
 
-    stages: tuple[Stage, ...] = (Stage(4000, 32, 64), Stage(4000, 6, None))
+    stages: tuple[Stage, ...] = (Stage(6000, 32, 64), Stage(3000, 8, None))
     pictures: int = 3000
-    rate: float = 1e-3
+    rate: float = 5e-4
     kept_every: int = 1000
     measured: int = 128
     """Pictures that the scaling factor is taken from."""
