@@ -38,9 +38,9 @@ FIRST_SEED = 1_000_000
 class TowerRecipe:
     """``pictures`` are rendered once, from the training side of the split."""
 
-    steps: int = 4000
+    steps: int = 2500
     batch: int = 256
-    pictures: int = 12000
+    pictures: int = 8000
     rate: float = 2e-3
     patches: float = 1.0
     """Weight of the loss of the patches beside the sigmoid loss."""

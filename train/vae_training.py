@@ -43,7 +43,7 @@ class Stage:
 class VaeRecipe:
     """``pictures`` are rendered once, from the training side of the split; ``rate``: the highest learning rate, one cosine over all stages."""
 
-    stages: tuple[Stage, ...] = (Stage(6000, 32, 64), Stage(3000, 8, None))
+    stages: tuple[Stage, ...] = (Stage(3000, 32, 64), Stage(1500, 8, None))
     pictures: int = 3000
     rate: float = 5e-4
     kept_every: int = 1000
