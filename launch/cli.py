@@ -42,9 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
             )
         )
     if words[:1] == ["train"]:
+        from ..bench.report import require_folder
         from ..train import cli as train
 
-        return _report_errors(lambda: train.main(words[1:]))
+        return _report_errors(lambda: train.main(words[1:], require_folder=require_folder))
     # Everything behind the first `--` belongs to ComfyUI; argparse would drop the second of two `--`.
     comfy_flags: list[str] = []
     if "--" in words:

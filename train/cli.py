@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,15 +13,16 @@ from .errors import MiniError
 from .recipe import FULL, train
 
 
-def main(arguments: list[str]) -> int:
-    """Raises MiniError for what cannot be done, before any training."""
+def main(arguments: list[str], *, require_folder: Callable[[Path], None]) -> int:
+    """Raises MiniError for what cannot be done, before any training. ``require_folder`` makes a folder, and raises where nothing can be written into it."""
     options = parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise MiniError("train --device cuda needs a CUDA device and this machine has none; on a CPU add --device cpu --scale 0.001 to try the program.")
+        raise MiniError("train --device cuda needs a CUDA device and this machine has none; on a CPU add --device cpu --scale 0.0002 to try the program.")
     if not 0 < options.scale <= 1:
         raise MiniError(f"--scale {options.scale} is outside (0, 1]; 1 is the whole recipe.")
     if options.workers < 1:
         raise MiniError(f"--workers {options.workers} is too few; give 1 or more.")
+    require_folder(options.out)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     train(options.out, torch.device(options.device), recipe=FULL.scaled(options.scale), workers=options.workers, tell=lambda line: print(line, flush=True))

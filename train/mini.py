@@ -1,6 +1,6 @@
 """The mini model: its sizes, and its folder as the releases store theirs. Imports torch, safetensors and its neighbours.
 
-4 million parameters: small enough for a repository, wide enough that every plan can split it (4 KV heads, 8 experts, widths that divide by 8).
+4 million parameters: small enough for a repository, wide enough that every plan of up to four ranks can split it (4 KV heads).
 """
 
 from __future__ import annotations

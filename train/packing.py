@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
-from ..models.hunyuan_image_3.reference_images import vit_patches
+from ..models.hunyuan_image_3.reference_images import vit_size
 from ..models.hunyuan_image_3.sequence import CondImage, build_image_rows, build_text_row
 from ..models.hunyuan_image_3.token_row import Grid, TokenRow
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
@@ -55,9 +55,10 @@ class PackedRow:
 def cond_image(picture: Picture, config: HunyuanImage3Config) -> CondImage:
     """The sizes that the row needs of a source picture."""
     height, width = size_of(picture.scene.aspect)
-    factor = config.vae.ffactor_spatial
-    _, _, grid = vit_patches(np.zeros((height, width, 3), np.uint8), config.vit)
-    return CondImage(ASPECT_ROWS[picture.scene.aspect], (height // factor, width // factor), grid, config.vit.max_num_patches)
+    factor, vit = config.vae.ffactor_spatial, config.vit
+    seen_height, seen_width = vit_size(height, width, patch_size=vit.patch_size, max_num_patches=vit.max_num_patches)
+    vit_grid = (seen_height // vit.patch_size, seen_width // vit.patch_size)
+    return CondImage(ASPECT_ROWS[picture.scene.aspect], (height // factor, width // factor), vit_grid, vit.max_num_patches)
 
 
 def pack_row(example: Example, tokenizer: HunyuanTokenizer, config: HunyuanImage3Config) -> PackedRow:

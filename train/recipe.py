@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .corpus import Counts, Encoders, build_corpus
+from .corpus import CHUNK, Counts, Encoders, build_corpus
 from .distil_training import train_distil
 from .errors import MiniError
 from .loop import LossLog
@@ -116,7 +116,7 @@ def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, t
 
 
 def _tell_share(tell: Tell, done: int, total: int) -> None:
-    if done * 10 // total != max(0, done - 384) * 10 // total:
+    if done * 10 // total != max(0, done - CHUNK) * 10 // total:
         tell(f"  {done} of {total}")
 
 

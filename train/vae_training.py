@@ -9,7 +9,6 @@ attention look at all of a picture, and a window has other means and scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -46,7 +45,6 @@ class VaeRecipe:
     stages: tuple[Stage, ...] = (Stage(3000, 32, 64), Stage(1500, 8, None))
     pictures: int = 3000
     rate: float = 5e-4
-    kept_every: int = 1000
     measured: int = 128
     """Pictures that the scaling factor is taken from."""
     squares: float = 2.0
@@ -60,7 +58,7 @@ class VaeRecipe:
     def scaled(self, share: float) -> VaeRecipe:
         """A shorter run, to try the program."""
         stages = tuple(replace(stage, steps=math.ceil(stage.steps * share)) for stage in self.stages)
-        counts = {name: math.ceil(getattr(self, name) * share) for name in ("pictures", "kept_every", "measured")}
+        counts = {name: math.ceil(getattr(self, name) * share) for name in ("pictures", "measured")}
         return replace(self, stages=stages, **counts)
 
 
@@ -106,12 +104,8 @@ def train_vae(
     device: torch.device,
     seed: int,
     log: LossLog,
-    keep: Callable[[int, dict[str, Tensor]], None] = lambda step, weights: None,
 ) -> dict[str, Tensor]:
-    """All tensors `vae.*` of the checkpoint, fp32, on the device, and `scaling_factor` (a scalar): the running mean of the training.
-
-    ``keep(step, weights)`` gets the same, without the factor, now and then.
-    """
+    """All tensors `vae.*` of the checkpoint, fp32, on the device, and `scaling_factor` (a scalar): the running mean of the training."""
     with seeded(seed):
         vae = Vae(config)
         prepare(vae)
@@ -126,8 +120,6 @@ def train_vae(
             gradient = stepper.descend(loss)
             average.update(vae)
             log.add("vae", stepper.step, **values, gradient=gradient)
-            if stepper.step % recipe.kept_every == 0:
-                keep(stepper.step, _named(average))
     vae.load_state_dict(average.weights())
     return _named(average) | {"scaling_factor": scaling_factor(vae, pictures, recipe.measured, noise)}
 

@@ -104,6 +104,12 @@ def test_bad_options_are_one_sentence(tmp_path: Path, words: list[str], sentence
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_cannot_be_written_is_found_before_any_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", "--out", str(tmp_path / "file"), "--device", "cpu", "--scale", "0.0001"]) == 1
+    assert f"nothing can be written into {tmp_path / 'file'} (File exists); give --out in a place that you may write to." in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_gpu_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "out")]) == 1
