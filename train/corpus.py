@@ -1,6 +1,7 @@
 """The examples of a training run: drawn and packed by worker processes, encoded on the device, kept there as buckets.
 
-A seed gives the same corpus whatever the number of workers. Imports torch, numpy and its neighbours.
+A seed gives the same corpus whatever the number of workers. What they draw is a tenth of a terabyte: it comes in few large tensors, which processes
+share, and as bytes. Imports torch, numpy and its neighbours.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.reference_images import encoder_input, posterior_sample, vit_patches
+from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
 from ..models.hunyuan_image_3.vae import LOGVAR_RANGE, Vae
 from ..models.hunyuan_image_3.vision import VisionTower
-from .examples import Writing, draw_example
+from .examples import Example, Writing, draw_example
 from .mini import mini_config
 from .packing import Bucket, Form, PackedRow, draw, pack_row, stack
 from .training_rows import TrainingRows, has_outer_planes
 
 CHUNK = 384
-"""Examples of one job: enough for whole batches on the device."""
-ENCODED_TOGETHER = 64
+"""Examples of one job: enough for whole batches on the device, few enough that a job for each process fits into shared memory."""
+ENCODED_TOGETHER = 128
+LEVELS = 127.5
+"""Bytes of a picture on each side of grey, which is 0."""
 Counts = Mapping[tuple[int, Writing], int]
 
 
@@ -47,7 +51,9 @@ class Encoders:
         made = []
         for some in pixels.split(ENCODED_TOGETHER):
             clip = encoder_input(some.to(self.device)).unsqueeze(2).expand(-1, -1, self.config.vae.ffactor_temporal, -1, -1)
-            mean, logvar = self._vae.encoder(clip, TrainingRows())[:, :, 0].chunk(2, dim=1)
+            with torch.autocast(self.device.type, dtype=torch.float16, enabled=self.device.type == "cuda"):
+                moments = self._vae.encoder(clip, TrainingRows())[:, :, 0]
+            mean, logvar = moments.float().chunk(2, dim=1)
             noise = torch.randn(mean.shape, generator=generator, device=self.device)
             vae = self.config.vae
             made.append(posterior_sample(mean, logvar.clamp(*LOGVAR_RANGE), noise, vae.scaling_factor, shift_factor=vae.shift_factor).half())
@@ -55,9 +61,10 @@ class Encoders:
 
     @torch.no_grad()
     def vision(self, patches: Tensor, mask: Tensor, grid: tuple[int, int]) -> Tensor:
-        """``patches [B, slots, 768]``, ``mask [slots]`` -> fp16 ``[B, slots, D]``, before the aligner."""
+        """uint8 ``patches [B, slots, 768]``, ``mask [slots]`` -> fp16 ``[B, slots, D]``, before the aligner."""
         masks = mask.to(self.device).expand(patches.shape[0], -1)
-        return self._tower(patches.to(self.device), masks, [grid] * patches.shape[0]).half()
+        pixels = (patches.to(self.device).float() - LEVELS) / LEVELS * masks[..., None]
+        return self._tower(pixels, masks, [grid] * patches.shape[0]).half()
 
 
 @dataclass(frozen=True)
@@ -69,35 +76,45 @@ class _Job:
 
 
 @dataclass(frozen=True)
+class _Seen:
+    """A source picture of N examples as the vision tower gets it: patches uint8 ``[N, slots, 768]``, and what they have in common."""
+
+    patches: Tensor
+    mask: Tensor
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class _Drawn:
-    """One example, ready to be encoded: pictures uint8 ``[3, H, W]``, the result first; patches of the sources."""
+    """N examples of one form, ready to be encoded: pictures uint8 ``[N, 3, H, W]``, the result first; the sources once more for the tower."""
 
     form: Form
-    row: PackedRow
-    pixels: list[np.ndarray]
-    patches: list[np.ndarray]
-    masks: list[np.ndarray]
-    grids: list[tuple[int, int]]
+    rows: list[PackedRow]
+    pixels: list[Tensor]
+    seen: list[_Seen]
 
 
 def _drawn(job: _Job) -> list[_Drawn]:
+    """The job's examples by form."""
     config, tokenizer = mini_config("instruct", job.scaling_factor)
-    made = []
+    groups: dict[Form, list[Example]] = {}
     for seed in job.seeds:
         example = draw_example(seed, pictures=job.pictures, writing=job.writing)
-        sources = [draw(picture) for picture in example.sources]
-        seen = [vit_patches(picture, config.vit) for picture in sources]
-        made.append(
-            _Drawn(
-                Form(tuple(p.scene.aspect for p in example.sources), example.result.scene.aspect, job.writing),
-                pack_row(example, tokenizer, config),
-                [np.ascontiguousarray(picture.transpose(2, 0, 1)) for picture in (draw(example.result), *sources)],
-                [patches.numpy().astype(np.float16) for patches, _, _ in seen],
-                [mask.numpy() for _, mask, _ in seen],
-                [grid for _, _, grid in seen],
-            )
-        )
-    return made
+        form = Form(tuple(p.scene.aspect for p in example.sources), example.result.scene.aspect, job.writing)
+        groups.setdefault(form, []).append(example)
+    return [_drawn_group(form, examples, tokenizer, config) for form, examples in groups.items()]
+
+
+def _drawn_group(form: Form, examples: list[Example], tokenizer: HunyuanTokenizer, config: HunyuanImage3Config) -> _Drawn:
+    results, *sources = [
+        np.stack([draw(picture) for picture in column]) for column in zip(*((e.result, *e.sources) for e in examples), strict=True)
+    ]
+    seen = []
+    for column in sources:
+        patches, masks, grids = zip(*(vit_patches(picture, config.vit) for picture in column), strict=True)
+        seen.append(_Seen((torch.stack(patches) * LEVELS + LEVELS).round().to(torch.uint8), masks[0], grids[0]))
+    pixels = [torch.from_numpy(column).permute(0, 3, 1, 2).contiguous() for column in (results, *sources)]
+    return _Drawn(form, [pack_row(example, tokenizer, config) for example in examples], pixels, seen)
 
 
 def build_corpus(
@@ -116,11 +133,10 @@ def build_corpus(
     encoded: dict[Form, list[tuple[list[Tensor], list[Tensor]]]] = {}
     done, total = 0, sum(counts.values())
     for drawn in _in_order(jobs, workers):
-        for form in dict.fromkeys(item.form for item in drawn):
-            group = [item for item in drawn if item.form == form]
-            rows.setdefault(form, []).extend(item.row for item in group)
-            encoded.setdefault(form, []).append(_encode(encoders, group, generator))
-        done += len(drawn)
+        for group in drawn:
+            rows.setdefault(group.form, []).extend(group.rows)
+            encoded.setdefault(group.form, []).append(_encode(encoders, group, generator))
+            done += len(group.rows)
         tell(done, total)
     return [_bucket(form, rows[form], encoded.pop(form), encoders.device) for form in sorted(rows, key=repr)]
 
@@ -141,19 +157,13 @@ class _Jobs(Dataset):
 def _in_order(jobs: list[_Job], workers: int) -> Iterable[list[_Drawn]]:
     """The jobs' examples, drawn by so many processes. They are forks, which need not find the pack anew, and never touch the device."""
     processes = 0 if workers == 1 else min(workers, len(jobs))
-    context = "fork" if processes else None
-    return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn, num_workers=processes, multiprocessing_context=context)
+    many = {"multiprocessing_context": "fork", "prefetch_factor": 1} if processes else {}
+    return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn, num_workers=processes, **many)
 
 
-def _encode(encoders: Encoders, group: list[_Drawn], generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+def _encode(encoders: Encoders, group: _Drawn, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     """Latents of result and sources, and vision features of the sources."""
-    pixels = [torch.from_numpy(np.stack(column)) for column in zip(*(item.pixels for item in group), strict=True)]
-    latents = [encoders.latents(column, generator) for column in pixels]
-    vision = []
-    for number in range(len(group[0].patches)):
-        patches = torch.from_numpy(np.stack([item.patches[number] for item in group])).float()
-        vision.append(encoders.vision(patches, torch.from_numpy(group[0].masks[number]), group[0].grids[number]))
-    return latents, vision
+    return [encoders.latents(column, generator) for column in group.pixels], [encoders.vision(s.patches, s.mask, s.grid) for s in group.seen]
 
 
 def _bucket(form: Form, rows: list[PackedRow], parts: list[tuple[list[Tensor], list[Tensor]]], device: torch.device) -> Bucket:

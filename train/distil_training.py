@@ -49,12 +49,12 @@ def train_distil(
     device = buckets[0].tokens.device
     teacher = TrainingTrunk(teacher_config)
     teacher.load_state_dict(dict(teacher_weights))
-    teacher.to(device).requires_grad_(False)
+    teacher.placed(device).requires_grad_(False)
     student = TrainingTrunk(config)
     student.initialize(seed)
     missing = student.load_state_dict(dict(teacher_weights), strict=False)
     assert all(key.startswith(("guidance_emb.", "timestep_r_emb.")) for key in missing.missing_keys) and not missing.unexpected_keys
-    student.to(device)
+    student.placed(device)
 
     def loss_of(batch: Bucket, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         velocity, text = distil_losses(student, teacher, batch, distil_bucket(batch, tokenizer), generator)
@@ -82,11 +82,11 @@ def distil_losses(
     with torch.no_grad():
         end = walk(teacher, batch, start, sigma, after, guidance)
         wanted = (end - start) / (after - sigma)[:, None, None, None]
-    places, answers = text_targets(distil_batch, torch.zeros(count, dtype=torch.bool, device=device))
+    conditional = torch.zeros(count, dtype=torch.bool, device=device)
     embedded = (TIMESTEP_SCALE * guidance).bfloat16().float()
     times = StepTimes(TIMESTEP_SCALE * sigma, TIMESTEP_SCALE * after, embedded)
-    out = student(distil_batch, start, times, torch.zeros(count, dtype=torch.bool, device=device), places)
-    return F.mse_loss(out.velocity, wanted), text_loss(out.logits, answers)
+    out = student(distil_batch, start, times, conditional)
+    return F.mse_loss(out.velocity, wanted), text_loss(out.logits, text_targets(distil_batch, conditional))
 
 
 def walk(teacher: TrainingTrunk, batch: Bucket, latents: Tensor, sigma: Tensor, after: Tensor, guidance: Tensor) -> Tensor:
@@ -94,10 +94,9 @@ def walk(teacher: TrainingTrunk, batch: Bucket, latents: Tensor, sigma: Tensor, 
     count = len(batch)
     both = batch.chosen(torch.arange(count, device=sigma.device).repeat(2))
     unconditional = torch.arange(2 * count, device=sigma.device) >= count
-    nowhere = torch.zeros(1, dtype=torch.long, device=sigma.device)
     for number in range(SUBSTEPS):
         now = torch.lerp(sigma, after, number / SUBSTEPS)
-        velocity = teacher(both, latents.repeat(2, 1, 1, 1), StepTimes((TIMESTEP_SCALE * now).repeat(2)), unconditional, nowhere).velocity
+        velocity = teacher(both, latents.repeat(2, 1, 1, 1), StepTimes((TIMESTEP_SCALE * now).repeat(2)), unconditional, text=False).velocity
         cond, uncond = velocity.chunk(2)
         guided = uncond + guidance[:, None, None, None] * (cond - uncond)
         latents = latents + ((after - sigma) / SUBSTEPS)[:, None, None, None] * guided

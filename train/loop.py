@@ -21,6 +21,8 @@ LAST_RATE = 0.02
 """Share of the highest learning rate that is left at the end."""
 EMA_START = 10.0
 """The mean of the weights forgets faster at first: after n steps it reaches back no more than about n / 10."""
+CHECKED_EVERY = 20
+"""Steps between two looks at the gradients on a GPU: a look waits until the device has done everything."""
 
 
 @contextmanager
@@ -89,23 +91,35 @@ class Stepper:
         self._parameters = list(parameters)
         self._steps, self._highest, self._clip = steps, highest, clip
         self._optimizer = torch.optim.AdamW(self._parameters, lr=highest, betas=betas, weight_decay=decay, fused=self._parameters[0].is_cuda)
+        self._norms: Tensor | float = 0.0
         self.step = 0
 
-    def descend(self, loss: Tensor) -> float:
-        """Backward, clip, step. Returns the norm of the gradients before clipping. Raises FloatingPointError when it is not finite."""
+    def descend(self, loss: Tensor) -> Tensor:
+        """Backward, clip, step. Returns the norm of the gradients before clipping, on the device.
+
+        Raises FloatingPointError when it is not finite: on a CPU before the weights change, on a GPU some steps later, but before anything is kept.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = rate_at(self.step, self._steps, highest=self._highest)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._clip))
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradients of step {self.step} are not finite; start with a lower learning rate than {self._highest}")
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self._norms = self._norms + norm
+        if not norm.is_cuda or self.step % CHECKED_EVERY == 0:
+            self.check()
         self._optimizer.step()
         self.step += 1
         return norm
 
+    def check(self) -> None:
+        """Raises FloatingPointError when a gradient since the last check was not finite."""
+        norms, self._norms = float(self._norms), 0.0
+        if not math.isfinite(norms):
+            raise FloatingPointError(f"the gradients up to step {self.step} are not finite; start with a lower learning rate than {self._highest}")
+
     def state(self) -> dict[str, Tensor]:
         """Everything that `restore` needs, also after a trip through a file of tensors."""
+        self.check()
         moments = self._optimizer.state_dict()["state"]
         return {"step": torch.tensor(self.step), **{f"{number}/{name}": tensor for number, own in moments.items() for name, tensor in own.items()}}
 
@@ -128,12 +142,12 @@ class LossLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._every = path, every
         self._begun = time.monotonic()
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, float | Tensor] = {}
         self._count = 0
         self._stage, self._step = "", 0
 
-    def add(self, stage: str, step: int, **values: float) -> None:
-        """Once after each step, with the same names throughout a stage."""
+    def add(self, stage: str, step: int, **values: float | Tensor) -> None:
+        """Once after each step, with the same names throughout a stage. Values on a device stay there until a line is written."""
         if stage != self._stage:
             self.flush()
         self._stage, self._step = stage, step
@@ -145,7 +159,7 @@ class LossLog:
     def flush(self) -> None:
         """Writes the mean of the steps since the last line, if there were any; at the end of all stages."""
         if self._count:
-            self.write(self._stage, self._step, **{name: total / self._count for name, total in self._sums.items()})
+            self.write(self._stage, self._step, **{name: float(total) / self._count for name, total in self._sums.items()})
         self._sums, self._count = {}, 0
 
     def write(self, stage: str, step: int, **values: float) -> None:

@@ -19,6 +19,7 @@ DROPPED = 0.1
 """Share of rows that see no wish, so that guidance has an unconditional branch."""
 TEXT_WEIGHT = 0.2
 BALANCE_WEIGHT = 0.01
+NO_ANSWER = -100
 NOISE_SHIFT = 3.0
 """As the release's schedule: more of the noise levels where the layout is decided."""
 
@@ -47,24 +48,22 @@ def losses(network: TrainingTrunk, batch: Bucket, generator: torch.Generator) ->
     sigma = noise_levels(count, generator, device)
     noisy = torch.lerp(clean, noise, sigma[:, None, None, None])
     unconditional = torch.rand(count, generator=generator, device=device) < DROPPED
-    places, answers = text_targets(batch, unconditional)
-    out = network(batch, noisy, StepTimes(TIMESTEP_SCALE * sigma), unconditional, places)
+    out = network(batch, noisy, StepTimes(TIMESTEP_SCALE * sigma), unconditional)
     velocity = F.mse_loss(out.velocity, noise - clean)
-    text = text_loss(out.logits, answers)
+    text = text_loss(out.logits, text_targets(batch, unconditional))
     total = velocity + TEXT_WEIGHT * text + BALANCE_WEIGHT * out.balance
     return Losses(total, velocity, text, out.balance)
 
 
 def text_loss(logits: Tensor, answers: Tensor) -> Tensor:
-    """Nats per token; 0 where every row of the batch lost its wish."""
-    return F.cross_entropy(logits, answers, reduction="sum") / max(len(answers), 1)
+    """``logits [B, P, vocab]``, ``answers [B, P]`` -> nats per token; 0 where every row of the batch lost its wish."""
+    total = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=NO_ANSWER, reduction="sum")
+    return total / (answers != NO_ANSWER).sum().clamp_min(1)
 
 
-def text_targets(batch: Bucket, unconditional: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat places ``[n]`` before each token that the assistant writes, and those tokens ``[n]``; rows without a wish have none."""
-    length = batch.tokens.shape[1]
-    place = torch.arange(length, device=batch.tokens.device)
+def text_targets(batch: Bucket, unconditional: Tensor) -> Tensor:
+    """``[B, P]``: the token behind each place where it is one that the assistant writes, else NO_ANSWER; rows without a wish have none."""
+    following = torch.arange(1, batch.tokens.shape[1], device=batch.tokens.device)
     first, last = batch.targets.unbind(1)
-    wanted = (place >= first[:, None]) & (place < last[:, None]) & ~unconditional[:, None]
-    answers = wanted.flatten().nonzero().squeeze(1)
-    return answers - 1, batch.tokens.flatten()[answers].long()
+    wanted = (following >= first[:, None]) & (following < last[:, None]) & ~unconditional[:, None]
+    return F.pad(torch.where(wanted, batch.tokens[:, 1:].long(), NO_ANSWER), (0, 1), value=NO_ANSWER)

@@ -213,7 +213,8 @@ def fit_tower(vit: VitConfig, recipe: TowerRecipe, *, device: torch.device, seed
         sigmoid, patches = _losses(tower, sides, batch)
         norm = stepper.descend(sigmoid + recipe.patches * patches)
         average.update(both)
-        log.add("tower", step, sigmoid=sigmoid.item(), patches=patches.item(), gradient=norm)
+        log.add("tower", step, sigmoid=sigmoid.detach(), patches=patches.detach(), gradient=norm)
+    stepper.check()
     both.load_state_dict(average.weights())
     return tower, sides
 

@@ -66,9 +66,10 @@ def train_network(
             loss, values = loss_of(batches.next(), generator)
         gradient = stepper.descend(loss)
         average.update(network)
-        log.add(stage, stepper.step, **{name: float(value.detach()) for name, value in values.items()}, gradient=gradient)
+        log.add(stage, stepper.step, **{name: value.detach() for name, value in values.items()}, gradient=gradient)
         if stepper.step % pace.kept_every == 0 and stepper.step < pace.steps:
             keeping.keep(_state(network, run, generator))
+    stepper.check()
     return average.weights()
 
 

@@ -38,11 +38,11 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Predicted:
-    """``velocity [B, C, h, w]``; ``logits [n, vocab]`` of the token behind each of the n places asked for; ``balance``: 1 where the experts get equal
-    shares of the tokens, E where one gets all."""
+    """``velocity [B, C, h, w]``; ``logits [B, P, vocab]`` of the token behind each place, where the text was asked for; ``balance``: 1 where the experts
+    get equal shares of the tokens, E where one gets all."""
 
     velocity: Tensor
-    logits: Tensor
+    logits: Tensor | None
     balance: Tensor
 
 
@@ -164,8 +164,15 @@ class TrainingTrunk(Around):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
             self.final_layer.model[1][-1].weight.zero_()
 
-    def forward(self, batch: Bucket, noisy: Tensor, times: StepTimes, unconditional: Tensor, places: Tensor) -> Predicted:
-        """``noisy [B, C, h, w]``; ``unconditional [B]`` bool; ``places [n]``: flat indices into ``[B, P]`` of the tokens whose successor is predicted."""
+    def placed(self, device: torch.device) -> TrainingTrunk:
+        """Itself, on the device. On a GPU the layers are compiled, one program for all sizes: else starting their many small kernels takes most of a step."""
+        if device.type == "cuda":
+            for layer in self.model.layers:
+                layer.compile(dynamic=True)
+        return self.to(device)
+
+    def forward(self, batch: Bucket, noisy: Tensor, times: StepTimes, unconditional: Tensor, *, text: bool = True) -> Predicted:
+        """``noisy [B, C, h, w]``; ``unconditional [B]`` bool; ``text``: whether the next tokens are predicted too."""
         tokens = torch.where(unconditional[:, None], batch.blanked, batch.tokens)
         prefix = self._prefix(batch, tokens.long().clamp_min(0), times)
         image = self.patch_embed(noisy, self.time_embed(times.t))
@@ -177,8 +184,7 @@ class TrainingTrunk(Around):
             balances.append(balance)
         length = tokens.shape[1]
         velocity = self.final_layer(hidden[:, length:], self.time_embed_2(times.t), *batch.grid).float()
-        before = hidden[:, :length].flatten(0, 1)[places]
-        logits = self.lm_head(rms_norm_eager(before, self.model.ln_f.weight, self.config.rms_norm_eps)).float()
+        logits = self.lm_head(rms_norm_eager(hidden[:, :length], self.model.ln_f.weight, self.config.rms_norm_eps)).float() if text else None
         return Predicted(velocity, logits, torch.stack(balances).mean())
 
     def _prefix(self, batch: Bucket, tokens: Tensor, times: StepTimes) -> Tensor:

@@ -42,7 +42,7 @@ def train_trunk(
     """Running mean of all weights by checkpoint key, fp32, on the buckets' device."""
     network = TrainingTrunk(config)
     network.initialize(seed)
-    network.to(buckets[0].tokens.device)
+    network.placed(buckets[0].tokens.device)
 
     def loss_of(batch: Bucket, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         result = losses(network, batch, generator)

@@ -42,7 +42,7 @@ class Stage:
 class VaeRecipe:
     """``pictures`` are rendered once, from the training side of the split; ``rate``: the highest learning rate, one cosine over all stages."""
 
-    stages: tuple[Stage, ...] = (Stage(3000, 32, 64), Stage(1500, 8, None))
+    stages: tuple[Stage, ...] = (Stage(2400, 32, 64), Stage(1200, 8, None))
     pictures: int = 3000
     rate: float = 5e-4
     measured: int = 128
@@ -120,6 +120,7 @@ def train_vae(
             gradient = stepper.descend(loss)
             average.update(vae)
             log.add("vae", stepper.step, **values, gradient=gradient)
+    stepper.check()
     vae.load_state_dict(average.weights())
     return _named(average) | {"scaling_factor": scaling_factor(vae, pictures, recipe.measured, noise)}
 
@@ -128,7 +129,7 @@ def _named(average: Average) -> dict[str, Tensor]:
     return {f"vae.{name}": tensor for name, tensor in average.weights().items()}
 
 
-def _loss(vae: Vae, pixels: Tensor, recipe: VaeRecipe, noise: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+def _loss(vae: Vae, pixels: Tensor, recipe: VaeRecipe, noise: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
     rows, frames = TrainingRows(), vae.config.ffactor_temporal
     moments = vae.encoder(pixels[:, :, None].expand(-1, -1, frames, -1, -1), rows)[:, :, 0]
     mean, logvar = moments.chunk(2, dim=1)
@@ -140,8 +141,8 @@ def _loss(vae: Vae, pixels: Tensor, recipe: VaeRecipe, noise: torch.Generator) -
     absolute, squared = error.abs().mean(), error.square().mean()
     calm = mean.square().mean() + (logvar - LOGVAR).square().mean()
     loss = absolute + recipe.squares * squared + recipe.calm * calm
-    told = torch.stack([absolute, squared, mean.std(), logvar.mul(0.5).exp().mean()]).tolist()  # waits for the device once
-    return loss, dict(zip(("absolute", "squared", "latents", "noise"), told, strict=True))
+    told = {"absolute": absolute, "squared": squared, "latents": mean.std(), "noise": logvar.mul(0.5).exp().mean()}
+    return loss, {name: value.detach() for name, value in told.items()}
 
 
 @torch.no_grad()

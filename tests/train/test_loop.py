@@ -52,7 +52,7 @@ def test_a_step_goes_down_and_tells_the_norm_before_clipping() -> None:
     network = weight_of(1.0)
     stepper = Stepper(network.parameters(), steps=10, highest=0.1, clip=0.5)
     norm = stepper.descend(8.0 * network.weight.sum())
-    assert norm == pytest.approx(8.0)
+    assert norm.item() == pytest.approx(8.0)
     assert network.weight.grad.item() == pytest.approx(0.5, rel=1e-3)
     assert network.weight.item() == pytest.approx(0.9, abs=1e-3) and stepper.step == 1
 

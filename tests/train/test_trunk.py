@@ -21,7 +21,7 @@ from phase_parallel.parallel.groups import ProcessGroups
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.train.examples import Example, draw_example
 from phase_parallel.train.mini import Kind, mini_config, write_mini
-from phase_parallel.train.objective import losses, text_targets
+from phase_parallel.train.objective import NO_ANSWER, losses, text_targets
 from phase_parallel.train.packing import Bucket, Form, draw, pack_row, stack
 from phase_parallel.train.scenes import size_of
 from phase_parallel.train.trunk import StepTimes, TrainingTrunk
@@ -91,8 +91,7 @@ def test_velocity_and_logits_are_those_of_the_engine(tmp_path: Path, kind: Kind,
         if row is None:
             continue
         want = engine.velocity([DenoiseRow(row, "uncond" if unconditional else "cond", features)], noisy, step)
-        places, _ = text_targets(bucket, torch.tensor([False]))
-        got = network(bucket, noisy, times, torch.tensor([unconditional]), places)
+        got = network(bucket, noisy, times, torch.tensor([unconditional]))
         assert float((got.velocity - want).abs().max() / want.abs().max()) < 2e-5
         assert float(want.std()) > 0.05, "a velocity of nothing proves nothing"
 
@@ -100,10 +99,9 @@ def test_velocity_and_logits_are_those_of_the_engine(tmp_path: Path, kind: Kind,
     cache = engine.model.new_cache(len(opened), "prefill")
     hidden = engine.model.prefill(opened, 0, len(opened), cache, features)
     want = engine.model.next_logits(hidden, "prefill")
-    got = network(bucket, noisy, times, torch.tensor([False]), places)
-    shared = places[places < len(opened)]
-    assert len(shared) > 20
-    assert float((got.logits[: len(shared)] - want[shared]).abs().max() / want.abs().max()) < 2e-5
+    got = network(bucket, noisy, times, torch.tensor([False])).logits[0, : len(opened)]
+    assert int((text_targets(bucket, torch.tensor([False]))[0, : len(opened)] != NO_ANSWER).sum()) > 20
+    assert float((got - want[: len(opened)]).abs().max() / want.abs().max()) < 2e-5
 
 
 def test_padding_and_neighbours_change_nothing(tmp_path: Path) -> None:
@@ -115,10 +113,10 @@ def test_padding_and_neighbours_change_nothing(tmp_path: Path) -> None:
     both = stack(form, rows, latents, (), ())
     alone = stack(form, rows[1:], latents[1:], (), ())
     assert both.tokens.shape[1] > alone.tokens.shape[1]
-    no, places = torch.tensor([False, False]), torch.tensor([0])
+    no = torch.tensor([False, False])
     with torch.no_grad():
-        together = network(both, latents, StepTimes(torch.full((2,), 500.0)), no, places).velocity[1]
-        single = network(alone, latents[1:], StepTimes(torch.full((1,), 500.0)), no[:1], places).velocity[0]
+        together = network(both, latents, StepTimes(torch.full((2,), 500.0)), no).velocity[1]
+        single = network(alone, latents[1:], StepTimes(torch.full((1,), 500.0)), no[:1]).velocity[0]
     assert torch.allclose(together, single, atol=1e-5)
 
 
@@ -140,7 +138,9 @@ def test_the_assistant_s_tokens_are_the_targets(tmp_path: Path) -> None:
     row = pack_row(example, tokenizer, config)
     height, width = size_of(example.result.scene.aspect)
     bucket = stack(Form((), "square", "recaption"), [row, row], torch.zeros(2, 16, height // 16, width // 16), (), ())
-    places, answers = text_targets(bucket, torch.tensor([True, False]))
+    nothing, answers = text_targets(bucket, torch.tensor([True, False]))
+    (places,) = (answers != NO_ANSWER).nonzero(as_tuple=True)
+    assert bool((nothing == NO_ANSWER).all())
     ratio = tokenizer.ratio_ids[{"square": 16, "wide": 12, "tall": 20}[example.result.scene.aspect]]
-    assert tokenizer.decode(answers.tolist()) == f"{example.cot_text}<answer><boi><img_size_256>" + tokenizer.decode([ratio])
-    assert int(places[0]) == bucket.tokens.shape[1] + row.targets[0] - 1
+    assert tokenizer.decode(answers[places].tolist()) == f"{example.cot_text}<answer><boi><img_size_256>" + tokenizer.decode([ratio])
+    assert int(places[0]) == row.targets[0] - 1

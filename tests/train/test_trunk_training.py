@@ -74,7 +74,7 @@ def test_distilling_lowers_what_the_student_misses(tmp_path: Path, bucket: Bucke
 def test_the_teacher_walks_with_guidance_from_level_to_level(bucket: Bucket) -> None:
     asked = []
 
-    def teacher(batch: Bucket, latents: torch.Tensor, times, unconditional: torch.Tensor, places: torch.Tensor):
+    def teacher(batch: Bucket, latents: torch.Tensor, times, unconditional: torch.Tensor, text: bool):
         asked.append(times.t[0].item())
         return SimpleNamespace(velocity=torch.where(unconditional[:, None, None, None], 1.0, 3.0).expand_as(latents))
 
