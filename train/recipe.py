@@ -76,8 +76,8 @@ FULL = Recipe(
         (2, "recaption"): 4_000,
         (2, "think_recaption"): 14_000,
     },
-    trunk=Pace(steps=11_500, tokens=90_000, rate=1.5e-3),
-    distil=Pace(steps=1_000, tokens=40_000, rate=5e-4),
+    trunk=Pace(steps=15_000, tokens=90_000, rate=1.5e-3),
+    distil=Pace(steps=1_200, tokens=40_000, rate=5e-4),
 )
 """For one H200."""
 

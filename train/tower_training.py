@@ -38,7 +38,7 @@ FIRST_SEED = 1_000_000
 class TowerRecipe:
     """``pictures`` are rendered once, from the training side of the split."""
 
-    steps: int = 2500
+    steps: int = 2000
     batch: int = 256
     pictures: int = 8000
     rate: float = 2e-3

@@ -42,7 +42,7 @@ class Stage:
 class VaeRecipe:
     """``pictures`` are rendered once, from the training side of the split; ``rate``: the highest learning rate, one cosine over all stages."""
 
-    stages: tuple[Stage, ...] = (Stage(2400, 32, 64), Stage(1200, 8, None))
+    stages: tuple[Stage, ...] = (Stage(2000, 32, 64), Stage(900, 8, None))
     pictures: int = 3000
     rate: float = 5e-4
     measured: int = 128

@@ -111,5 +111,5 @@ def test_the_measure_tells_a_perfect_from_a_blind_vae() -> None:
 
 
 def test_a_scaled_recipe_is_shorter_in_all_stages() -> None:
-    short = VaeRecipe().scaled(0.001)
+    short = VaeRecipe(stages=(Stage(2400, 32, 64), Stage(1200, 8, None)), pictures=3000).scaled(0.001)
     assert [stage.steps for stage in short.stages] == [3, 2] and short.pictures == 3
