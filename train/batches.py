@@ -41,12 +41,15 @@ class Batches:
         """To what ``state`` gave."""
         self._generator.set_state(state["generator"].cpu())
 
-    def next(self) -> Bucket:
-        """Rows of one bucket, drawn with replacement, on the bucket's device."""
+    def draw(self) -> tuple[int, torch.Tensor]:
+        """The number of a bucket, and rows of it, drawn with replacement: int64 on the CPU."""
         number = int(torch.multinomial(self._weights, 1, generator=self._generator))
         bucket = self._buckets[number]
-        index = torch.randint(len(bucket), (self.rows(bucket),), generator=self._generator)
-        return bucket.chosen(index.to(bucket.tokens.device))
+        return number, torch.randint(len(bucket), (self.rows(bucket),), generator=self._generator)
+
+    def chosen(self, number: int, index: torch.Tensor) -> Bucket:
+        """Rows of a bucket, on its device, where the index is too."""
+        return self._buckets[number].chosen(index)
 
 
 def _kind(bucket: Bucket) -> tuple[int, Writing]:

@@ -56,8 +56,10 @@ def train_distil(
     assert all(key.startswith(("guidance_emb.", "timestep_r_emb.")) for key in missing.missing_keys) and not missing.unexpected_keys
     student.placed(device)
 
+    steps = torch.cat([STEPS[length] for length in SCHEDULES]).to(device)
+
     def loss_of(batch: Bucket, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        velocity, text = distil_losses(student, teacher, batch, distil_bucket(batch, tokenizer), generator)
+        velocity, text = distil_losses(student, teacher, batch, distil_bucket(batch, tokenizer), steps, generator)
         return velocity + TEXT_WEIGHT * text, {"velocity": velocity, "text": text}
 
     batches = Batches(buckets, shares, tokens=pace.tokens, seed=seed)
@@ -65,15 +67,14 @@ def train_distil(
 
 
 def distil_losses(
-    student: TrainingTrunk, teacher: TrainingTrunk, batch: Bucket, distil_batch: Bucket, generator: torch.Generator
+    student: TrainingTrunk, teacher: TrainingTrunk, batch: Bucket, distil_batch: Bucket, steps: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Mean square of what the student's step misses the teacher's by, and nats per token. One schedule and guidance a row."""
+    """Mean square of what the student's step misses the teacher's by, and nats per token. One of the ``steps [n, 2]`` and one guidance for each row."""
     device, count = batch.tokens.device, len(batch)
 
     def uniform() -> Tensor:
         return torch.rand(count, generator=generator, device=device)
 
-    steps = torch.cat([STEPS[length] for length in SCHEDULES]).to(device)
     sigma, after = steps[(uniform() * len(steps)).long()].unbind(1)
     guidance = GUIDANCE[0] + (GUIDANCE[1] - GUIDANCE[0]) * uniform()
     clean = batch.latents.float()
@@ -117,7 +118,7 @@ def distil_bucket(bucket: Bucket, tokenizer: HunyuanTokenizer) -> Bucket:
     tokens, positions = longer(bucket.tokens, PAD), longer(bucket.positions, 0)
     for extra, token in enumerate((guidance, timestep_r)):
         at = bucket.lengths + extra
-        tokens[rows, at] = token
+        tokens.scatter_(1, at[:, None], token)
         positions[rows, at] = at[:, None].to(positions.dtype)
     return replace(
         bucket,

@@ -95,14 +95,18 @@ class Stepper:
         self.step = 0
 
     def descend(self, loss: Tensor) -> Tensor:
-        """Backward, clip, step. Returns the norm of the gradients before clipping, on the device.
+        """Backward, then as `follow`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        return self.follow()
+
+    def follow(self) -> Tensor:
+        """Clips the gradients that are there, and steps. Returns their norm before clipping, on the device.
 
         Raises FloatingPointError when it is not finite: on a CPU before the weights change, on a GPU some steps later, but before anything is kept.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate_at(self.step, self._steps, highest=self._highest)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self._norms = self._norms + norm
         if not norm.is_cuda or self.step % CHECKED_EVERY == 0:

@@ -9,18 +9,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .batches import Batches
+from .gradients import Gradients, Told
 from .loop import Average, LossLog, Stepper
 from .packing import Bucket
 
 Tensors = dict[str, Tensor]
 LEAST_TOKENS = 1500
-LossOf = Callable[[Bucket, torch.Generator], tuple[Tensor, Mapping[str, Tensor]]]
-"""What to descend, and what to write down."""
+LossOf = Callable[[Bucket, torch.Generator], tuple[Tensor, Told]]
+"""What to descend, and what to write down; see `gradients.Compute`."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,17 @@ def train_network(
     run = {"stepper": stepper, "average": average, "batches": batches}
     if keeping.begun is not None:
         _restore(network, run, generator, keeping.begun)
-    while stepper.step < pace.steps:
+
+    def step_of(number: int, index: Tensor) -> tuple[Tensor, Told]:
         with _autocast(device):
-            loss, values = loss_of(batches.next(), generator)
-        gradient = stepper.descend(loss)
+            return loss_of(batches.chosen(number, index), generator)
+
+    gradients = Gradients(network.parameters(), lambda number: partial(step_of, number), generator)
+    while stepper.step < pace.steps:
+        told = gradients.of(*batches.draw())
+        gradient = stepper.follow()
         average.update(network)
-        log.add(stage, stepper.step, **{name: value.detach() for name, value in values.items()}, gradient=gradient)
+        log.add(stage, stepper.step, **told, gradient=gradient)
         if stepper.step % pace.kept_every == 0 and stepper.step < pace.steps:
             keeping.keep(_state(network, run, generator))
     stepper.check()
@@ -92,6 +99,6 @@ def _restore(network: nn.Module, run: Mapping[str, Stepper | Average | Batches],
 
 @contextmanager
 def _autocast(device: torch.device) -> Iterator[None]:
-    """bf16 products on a GPU; a CPU computes in fp32."""
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+    """bf16 products on a GPU; a CPU computes in fp32. Nothing is kept from step to step, as a recorded one would go on with old weights."""
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
         yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -20,6 +21,7 @@ from ..models.hunyuan_image_3.config import VaeConfig
 from ..models.hunyuan_image_3.reference_images import encoder_input, posterior_sample
 from ..models.hunyuan_image_3.vae import LOGVAR_RANGE, Vae
 from .drawing import render
+from .gradients import Gradients
 from .judge import judge
 from .loop import Average, LossLog, Stepper, seeded
 from .scenes import ASPECTS, random_scene, size_of
@@ -114,12 +116,14 @@ def train_vae(
     steps = sum(stage.steps for stage in recipe.stages)
     stepper = Stepper(vae.parameters(), steps=steps, highest=recipe.rate)
     average = Average(vae, decay=max(0.9, 1 - 20 / steps))
+    gradients = Gradients(vae.parameters(), lambda shape: partial(_loss, vae, recipe=recipe, noise=noise), noise)
     for stage in recipe.stages:
         for _ in range(stage.steps):
-            loss, values = _loss(vae, pictures.batch(stage.batch, stage.window), recipe, noise)
-            gradient = stepper.descend(loss)
+            pixels = pictures.batch(stage.batch, stage.window)
+            told = gradients.of(pixels.shape, pixels)
+            gradient = stepper.follow()
             average.update(vae)
-            log.add("vae", stepper.step, **values, gradient=gradient)
+            log.add("vae", stepper.step, **told, gradient=gradient)
     stepper.check()
     vae.load_state_dict(average.weights())
     return _named(average) | {"scaling_factor": scaling_factor(vae, pictures, recipe.measured, noise)}
@@ -141,8 +145,7 @@ def _loss(vae: Vae, pixels: Tensor, recipe: VaeRecipe, noise: torch.Generator) -
     absolute, squared = error.abs().mean(), error.square().mean()
     calm = mean.square().mean() + (logvar - LOGVAR).square().mean()
     loss = absolute + recipe.squares * squared + recipe.calm * calm
-    told = {"absolute": absolute, "squared": squared, "latents": mean.std(), "noise": logvar.mul(0.5).exp().mean()}
-    return loss, {name: value.detach() for name, value in told.items()}
+    return loss, {"absolute": absolute, "squared": squared, "latents": mean.std(), "noise": logvar.mul(0.5).exp().mean()}
 
 
 @torch.no_grad()

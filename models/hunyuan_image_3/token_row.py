@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
@@ -151,10 +151,17 @@ def dense_mask(row: TokenRow, cond_attn: str) -> torch.Tensor:
     return mask
 
 
+@cache
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """Fp32 `[head_dim / 2]`. Powers of a CPU, whose last bits are the reference's; kept, so that no table moves anything to a device."""
+    with torch.inference_mode(False):
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return (1.0 / (theta**exponents)).to(device)
+
+
 def rope_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`positions [S, 2]` -> cos and sin, fp32 `[S, head_dim]` on the device of `positions`, both halves equal; even frequencies turn with y, odd with x."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = (1.0 / (theta**exponents)).to(positions.device)
+    frequencies = _frequencies(head_dim, theta, positions.device)
     # [y, x, y, x, …] without an index: column i turns with positions[i % 2].
     angles = positions.float().repeat(1, -(-head_dim // 4))[:, : head_dim // 2] * frequencies
     return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

@@ -122,7 +122,7 @@ def test_batches_are_of_one_size_and_follow_the_shares() -> None:
     batches = Batches([short, long], {(0, "nothing"): 0.75, (0, "think_recaption"): 0.25}, tokens=1500, seed=1)
     rows = {"nothing": 0, "think_recaption": 0}
     for _ in range(600):
-        batch = batches.next()
+        batch = batches.chosen(*batches.draw())
         rows[batch.form.writing] += len(batch)
         assert len(batch) == 1500 // (batch.tokens.shape[1] + 256)
     assert rows["nothing"] / sum(rows.values()) == pytest.approx(0.75, abs=0.05)

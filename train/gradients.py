@@ -1,0 +1,71 @@
+"""Gradients of a training step. On a GPU a step of each shape is recorded once as a CUDA graph and then replayed: a small network's step is many small
+kernels, and starting them one by one takes longer than running them, the more so on a slow CPU. Imports torch and the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+WARM_UPS = 2
+"""Runs of a step before it is recorded: compilers and libraries choose their kernels then, which a recording forbids."""
+Told = Mapping[str, Tensor]
+Compute = Callable[..., tuple[Tensor, Told]]
+"""From the inputs of a step to the loss and what to write down. A recorded one may not wait for the device nor move anything to it."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    told: Told
+
+
+class Gradients:
+    """Fills the ``grad`` of parameters, step by step; 0 where a step has none. The parameters are on one device, where ``generator`` draws too."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], compute: Callable[[Hashable], Compute], generator: torch.Generator) -> None:
+        """``compute(shape)`` is the step of a shape: what Python decides about it must depend on nothing else. ``generator``: the only one that it uses."""
+        self._parameters = list(parameters)
+        self._compute, self._generator = compute, generator
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._device = self._parameters[0].device
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def of(self, shape: Hashable, *inputs: Tensor) -> Told:
+        """The step of ``shape`` with these inputs, from any device. What comes back is valid until the next step of that shape."""
+        if self._device.type != "cuda":
+            return self._run(shape, inputs)
+        recorded = self._recorded.get(shape)
+        if recorded is None:
+            recorded = self._recorded[shape] = self._record(shape, inputs)
+        for kept, given in zip(recorded.inputs, inputs, strict=True):
+            kept.copy_(given, non_blocking=True)
+        recorded.graph.replay()
+        return recorded.told
+
+    def _run(self, shape: Hashable, inputs: tuple[Tensor, ...]) -> Told:
+        torch._foreach_zero_([parameter.grad for parameter in self._parameters])
+        loss, told = self._compute(shape)(*inputs)
+        loss.backward()
+        return {name: value.detach() for name, value in told.items()}
+
+    def _record(self, shape: Hashable, inputs: tuple[Tensor, ...]) -> _Recorded:
+        kept = tuple(given.to(self._device, copy=True) for given in inputs)
+        side, drawn = torch.cuda.Stream(), self._generator.get_state()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._run(shape, kept)
+        torch.cuda.current_stream().wait_stream(side)
+        self._generator.set_state(drawn)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        with torch.cuda.graph(graph, pool=self._pool):
+            told = self._run(shape, kept)
+        return _Recorded(graph, kept, told)
