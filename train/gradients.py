@@ -33,7 +33,8 @@ class Gradients:
         self._compute, self._generator = compute, generator
         self._recorded: dict[Hashable, _Recorded] = {}
         self._device = self._parameters[0].device
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        if self._device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -57,15 +58,15 @@ class Gradients:
 
     def _record(self, shape: Hashable, inputs: tuple[Tensor, ...]) -> _Recorded:
         kept = tuple(given.to(self._device, copy=True) for given in inputs)
-        side, drawn = torch.cuda.Stream(), self._generator.get_state()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        drawn = self._generator.get_state()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 self._run(shape, kept)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         self._generator.set_state(drawn)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             told = self._run(shape, kept)
         return _Recorded(graph, kept, told)

@@ -22,7 +22,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "hybrid-cfg": {"name": "hybrid", "denoise": "cfg"},
 }
 COUNT: dict[Suite, int] = {"t2i": 12, "think": 4}
-STEPS = 20
+STEPS = 12
 """Fewer than the checkpoint's own 50, so that four processes on two cores need seconds for a picture."""
 TIMEOUT_S = 900.0
 
