@@ -1,11 +1,13 @@
 """The examples of a training run: drawn and packed by worker processes, encoded on the device, kept there as buckets.
 
-A seed gives the same corpus whatever the number of workers. What they draw is a tenth of a terabyte: it comes in few large tensors, which processes
-share, and as bytes. Imports torch, numpy and its neighbours.
+A seed gives the same corpus whatever the number of workers. What they draw is fifty gigabytes: it comes as bytes, in tensors that processes share.
+Imports torch, numpy and its neighbours.
 """
 
 from __future__ import annotations
 
+import resource
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,16 +21,18 @@ from ..models.hunyuan_image_3.reference_images import encoder_input, posterior_s
 from ..models.hunyuan_image_3.tokenizer import HunyuanTokenizer
 from ..models.hunyuan_image_3.vae import LOGVAR_RANGE, Vae
 from ..models.hunyuan_image_3.vision import VisionTower
+from .errors import MiniError
 from .examples import Example, Writing, draw_example
 from .mini import mini_config
-from .packing import Bucket, Form, PackedRow, draw, pack_row, stack
+from .packing import Bucket, Form, PackedRow, draw, pack_row, patches_as_bytes, patches_from_bytes, stack
 from .training_rows import TrainingRows, has_outer_planes
 
 CHUNK = 384
-"""Examples of one job: enough for whole batches on the device, few enough that a job for each process fits into shared memory."""
+"""Examples of one job: enough for whole batches on the device."""
+JOB_BYTES = 300_000_000
+"""More than a job with two source pictures takes in shared memory."""
+SHARED_MEMORY = "/dev/shm"
 ENCODED_TOGETHER = 128
-LEVELS = 127.5
-"""Bytes of a picture on each side of grey, which is 0."""
 Counts = Mapping[tuple[int, Writing], int]
 
 
@@ -47,7 +51,8 @@ class Encoders:
 
     @torch.no_grad()
     def latents(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
-        """uint8 ``[B, 3, H, W]`` -> fp16 ``[B, C, h, w]``: a sample of the posterior, scaled, as prefill and sampling have it."""
+        """uint8 ``[B, 3, H, W]`` -> fp16 ``[B, C, h, w]``: a sample of the posterior, scaled, as prefill and sampling have it. A GPU encodes in
+        fp16, whose rounding is well below the posterior's noise."""
         made = []
         for some in pixels.split(ENCODED_TOGETHER):
             clip = encoder_input(some.to(self.device)).unsqueeze(2).expand(-1, -1, self.config.vae.ffactor_temporal, -1, -1)
@@ -60,11 +65,11 @@ class Encoders:
         return torch.cat(made)
 
     @torch.no_grad()
-    def vision(self, patches: Tensor, mask: Tensor, grid: tuple[int, int]) -> Tensor:
-        """uint8 ``patches [B, slots, 768]``, ``mask [slots]`` -> fp16 ``[B, slots, D]``, before the aligner."""
-        masks = mask.to(self.device).expand(patches.shape[0], -1)
-        pixels = (patches.to(self.device).float() - LEVELS) / LEVELS * masks[..., None]
-        return self._tower(pixels, masks, [grid] * patches.shape[0]).half()
+    def vision(self, patches: Tensor, grid: tuple[int, int]) -> Tensor:
+        """uint8 ``patches [B, slots, 768]``, of which the first of each picture fill the grid -> fp16 ``[B, slots, D]``, before the aligner."""
+        count, slots, _ = patches.shape
+        masks = (torch.arange(slots, device=self.device) < grid[0] * grid[1]).expand(count, -1)
+        return self._tower(patches_from_bytes(patches.to(self.device), masks), masks, [grid] * count).half()
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,9 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A source picture of N examples as the vision tower gets it: patches uint8 ``[N, slots, 768]``, and what they have in common."""
+    """A source picture of N examples as the vision tower gets it: patches uint8 ``[N, slots, 768]``."""
 
     patches: Tensor
-    mask: Tensor
     grid: tuple[int, int]
 
 
@@ -111,8 +115,8 @@ def _drawn_group(form: Form, examples: list[Example], tokenizer: HunyuanTokenize
     ]
     seen = []
     for column in sources:
-        patches, masks, grids = zip(*(vit_patches(picture, config.vit) for picture in column), strict=True)
-        seen.append(_Seen((torch.stack(patches) * LEVELS + LEVELS).round().to(torch.uint8), masks[0], grids[0]))
+        patches, _, grids = zip(*(vit_patches(picture, config.vit) for picture in column), strict=True)
+        seen.append(_Seen(torch.stack([patches_as_bytes(part) for part in patches]), grids[0]))
     pixels = [torch.from_numpy(column).permute(0, 3, 1, 2).contiguous() for column in (results, *sources)]
     return _Drawn(form, [pack_row(example, tokenizer, config) for example in examples], pixels, seen)
 
@@ -155,18 +159,25 @@ class _Jobs(Dataset):
 
 
 def _in_order(jobs: list[_Job], workers: int) -> Iterable[list[_Drawn]]:
-    """The jobs' examples, drawn by so many processes. They are forks, which need not find the pack anew, and never touch the device."""
-    processes = 0 if workers == 1 else min(workers, len(jobs))
-    many = {"multiprocessing_context": "fork", "prefetch_factor": 1} if processes else {}
-    return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn, num_workers=processes, **many)
+    """The jobs' examples, drawn by so many processes, or by as many as shared memory has room for a job of. They are forks, which need not find the pack
+    anew, and never touch the device."""
+    processes = min(workers, len(jobs), shutil.disk_usage(SHARED_MEMORY).free // JOB_BYTES)
+    if processes < 2:
+        return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each shared tensor is an open file, and usually 1,024 are allowed
+    forked = {"num_workers": processes, "multiprocessing_context": "fork", "prefetch_factor": 1}
+    return DataLoader(_Jobs(jobs), batch_size=None, collate_fn=lambda drawn: drawn, **forked)
 
 
 def _encode(encoders: Encoders, group: _Drawn, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     """Latents of result and sources, and vision features of the sources."""
-    return [encoders.latents(column, generator) for column in group.pixels], [encoders.vision(s.patches, s.mask, s.grid) for s in group.seen]
+    return [encoders.latents(column, generator) for column in group.pixels], [encoders.vision(s.patches, s.grid) for s in group.seen]
 
 
 def _bucket(form: Form, rows: list[PackedRow], parts: list[tuple[list[Tensor], list[Tensor]]], device: torch.device) -> Bucket:
     latents = [torch.cat(column) for column in zip(*(latents for latents, _ in parts), strict=True)]
     vision = tuple(torch.cat(column) for column in zip(*(vision for _, vision in parts), strict=True)) if form.sources else ()
+    if not all(bool(tensor.isfinite().all()) for tensor in (*latents, *vision)):
+        raise MiniError("The encoders gave numbers that are not finite; remove the stages vae and tower, and they are trained again.")
     return stack(form, rows, latents[0], tuple(latents[1:]), vision).to(device)

@@ -1,4 +1,4 @@
-"""Gradients of a training step. On a GPU a step of each shape is recorded once as a CUDA graph and then replayed: a small network's step is many small
+"""Gradients of a training step. Recorded, a step of each shape is a CUDA graph that is made once and then replayed: a small network's step is many small
 kernels, and starting them one by one takes longer than running them, the more so on a slow CPU. Imports torch and the standard library.
 """
 
@@ -14,7 +14,8 @@ WARM_UPS = 2
 """Runs of a step before it is recorded: compilers and libraries choose their kernels then, which a recording forbids."""
 Told = Mapping[str, Tensor]
 Compute = Callable[..., tuple[Tensor, Told]]
-"""From the inputs of a step to the loss and what to write down. A recorded one may not wait for the device nor move anything to it."""
+"""From the shape and the inputs of a step to the loss and what to write down. What Python decides may depend on the shape only, and a recorded step may
+neither wait for the device nor move anything to it."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,24 @@ class _Recorded:
 
 
 class Gradients:
-    """Fills the ``grad`` of parameters, step by step; 0 where a step has none. The parameters are on one device, where ``generator`` draws too."""
+    """Fills the ``grad`` of parameters, step by step. The tensors there stay the same ones, so a step in which a parameter takes no part leaves it a
+    gradient of 0: an optimizer moves it on all the same, by momentum and decay."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], compute: Callable[[Hashable], Compute], generator: torch.Generator) -> None:
-        """``compute(shape)`` is the step of a shape: what Python decides about it must depend on nothing else. ``generator``: the only one that it uses."""
+    def __init__(self, parameters: Iterable[nn.Parameter], compute: Compute, generator: torch.Generator, *, record: bool) -> None:
+        """All parameters are on one device, for ``record`` a CUDA device, where ``generator``, the only one that the steps use, draws too."""
         self._parameters = list(parameters)
         self._compute, self._generator = compute, generator
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._recorded: dict[Hashable, _Recorded] | None = {} if record else None
         self._device = self._parameters[0].device
-        if self._device.type == "cuda":
+        if record:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def of(self, shape: Hashable, *inputs: Tensor) -> Told:
-        """The step of ``shape`` with these inputs, from any device. What comes back is valid until the next step of that shape."""
-        if self._device.type != "cuda":
-            return self._run(shape, inputs)
+        """The step of ``shape`` with these inputs, from any device. What comes back is valid until the next step: recordings share their memory."""
+        if self._recorded is None:
+            return self._run(shape, tuple(given.to(self._device) for given in inputs))
         recorded = self._recorded.get(shape)
         if recorded is None:
             recorded = self._recorded[shape] = self._record(shape, inputs)
@@ -52,7 +54,7 @@ class Gradients:
 
     def _run(self, shape: Hashable, inputs: tuple[Tensor, ...]) -> Told:
         torch._foreach_zero_([parameter.grad for parameter in self._parameters])
-        loss, told = self._compute(shape)(*inputs)
+        loss, told = self._compute(shape, *inputs)
         loss.backward()
         return {name: value.detach() for name, value in told.items()}
 

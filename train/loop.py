@@ -95,7 +95,7 @@ class Stepper:
         self.step = 0
 
     def descend(self, loss: Tensor) -> Tensor:
-        """Backward, then as `follow`."""
+        """Backward, then as `follow`. Makes new gradients, so not beside `Gradients`."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         return self.follow()
@@ -109,7 +109,7 @@ class Stepper:
             group["lr"] = rate_at(self.step, self._steps, highest=self._highest)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self._norms = self._norms + norm
-        if not norm.is_cuda or self.step % CHECKED_EVERY == 0:
+        if not norm.is_cuda or (self.step + 1) % CHECKED_EVERY == 0:
             self.check()
         self._optimizer.step()
         self.step += 1
@@ -151,7 +151,7 @@ class LossLog:
         self._stage, self._step = "", 0
 
     def add(self, stage: str, step: int, **values: float | Tensor) -> None:
-        """Once after each step, with the same names throughout a stage. Values on a device stay there until a line is written."""
+        """Once after each step, with the same names throughout a stage. Values on a device are added up there until a line is written."""
         if stage != self._stage:
             self.flush()
         self._stage, self._step = stage, step

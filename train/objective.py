@@ -1,6 +1,6 @@
 """The two objectives of the trunk: the next token, and the velocity of flow matching with dropped conditions. Imports torch and its neighbours.
 
-Letters: B rows of one bucket, C latent channels, h x w the token grid, n places in the text.
+Letters: B rows of one bucket, C latent channels, h x w the token grid, P places before the picture.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from .scenes import ASPECT_ROWS, size_of
 
 PAD = -1
 LENGTH_STEP = 16
+LEVELS = 127.5
+"""Half the range of a byte: a picture's -1 is 0 and its 1 is 255."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,16 @@ def stack(form: Form, rows: list[PackedRow], latents: Tensor, source_latents: tu
         source_latents=source_latents,
         source_vit=source_vit,
     )
+
+
+def patches_as_bytes(patches: Tensor) -> Tensor:
+    """What `vit_patches` gives, fp32 in [-1, 1], as the bytes that it was made of; empty slots become grey."""
+    return (patches * LEVELS + LEVELS).round().to(torch.uint8)
+
+
+def patches_from_bytes(levels: Tensor, mask: Tensor) -> Tensor:
+    """The patches again, exactly: ``levels [N, slots, D]``, ``mask [N, slots]``."""
+    return (levels.float() - LEVELS) / LEVELS * mask[..., None]
 
 
 def draw(picture: Picture) -> np.ndarray:

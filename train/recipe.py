@@ -24,9 +24,11 @@ from .errors import MiniError
 from .loop import LossLog
 from .loss_plot import plot_losses
 from .mini import NAMES, SPEC, mini_config, write_mini
+from .objective import DROPPED, NOISE_SHIFT, TEXT_WEIGHT
+from .scenes import CENTRES, EXTENT, PLACE_JITTER, SIZE_JITTER
 from .tower_training import TowerRecipe, train_tower
 from .training_run import Keeping, Pace, Tensors
-from .trunk_training import train_trunk
+from .trunk_training import SHARES, train_trunk
 from .vae_training import VaeRecipe, train_vae
 
 Tell = Callable[[str], None]
@@ -130,6 +132,9 @@ class Stages:
     def _mark(self, name: str) -> str:
         """What the stage depends on."""
         parts = {part: repr(getattr(self._recipe, part)) for part in (*RESTS_ON[name], "seed")}
+        parts["pictures"] = repr((EXTENT, CENTRES, PLACE_JITTER, SIZE_JITTER))
+        if "trunk" in RESTS_ON[name]:
+            parts["objective"] = repr((SHARES, TEXT_WEIGHT, NOISE_SHIFT, DROPPED))
         return json.dumps({"sizes": asdict(SPEC), **parts}, sort_keys=True)
 
     def file(self, name: str) -> Path:

@@ -45,9 +45,8 @@ EXTENT = {"small": 0.165, "medium": 0.23, "large": 0.32}
 """The longer side of an object's bounding box."""
 CENTRES = (0.19, 0.5, 0.81)
 """Centres of the grid's rows and columns, as shares of the side they lie along."""
-PLACE_JITTER = 0.004
-SIZE_JITTER = 0.012
-"""About a pixel. With three times as much, a network of this size draws every attribute but the outline: it spends its strength on where an edge lies."""
+PLACE_JITTER, SIZE_JITTER = 0.004, 0.012
+"""A pixel each, about. With three times as much, a network of this size draws every attribute but the outline: it learns where edges lie instead."""
 GAP = 0.03
 """What is left between two bounding boxes, whatever the jitter."""
 UNSEEN_SHARE = 8

@@ -22,6 +22,7 @@ from ..models.hunyuan_image_3.reference_images import vit_patches
 from ..models.hunyuan_image_3.vision import Mlp, VisionTower
 from .drawing import render
 from .loop import Average, LossLog, Stepper, seeded
+from .packing import patches_as_bytes, patches_from_bytes
 from .scenes import ASPECTS, BACKGROUNDS, CENTRES, COLOURS, EXTENT, KINDS, MAX_OBJECTS, POSITIONS, SIZES, Scene, random_scene, size_of
 
 NAMES = {"kind": KINDS, "colour": COLOURS, "size": SIZES, "position": POSITIONS}
@@ -130,7 +131,7 @@ class Seen:
         """Rendered on the CPU; the place and size of objects move with the seed too."""
         scenes = [random_scene(seed, unseen=unseen) for seed in seeds]
         parts = [vit_patches(render(scene, *size_of(scene.aspect), seed), vit) for scene, seed in zip(scenes, seeds, strict=True)]
-        patches = torch.stack([(part * 127.5 + 127.5).round().to(torch.uint8) for part, _, _ in parts])
+        patches = torch.stack([patches_as_bytes(part) for part, _, _ in parts])
         grids = tuple(grid for _, _, grid in parts)
         covers = torch.stack([_covers(scene, grid, vit.max_num_patches) for scene, grid in zip(scenes, grids, strict=True)])
         return cls(patches, torch.stack([mask for _, mask, _ in parts]), grids, Described.of(scenes), covers)
@@ -147,8 +148,7 @@ class Seen:
 
     def features(self, tower: VisionTower) -> Tensor:
         """[N, P, D]"""
-        pixels = (self.patches.float() - 127.5) / 127.5 * self.mask[..., None]
-        return tower(pixels, self.mask, self.grids)
+        return tower(patches_from_bytes(self.patches, self.mask), self.mask, self.grids)
 
 
 def _covers(scene: Scene, grid: tuple[int, int], slots: int) -> Tensor:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,8 @@ NOT_KEPT = Keeping()
 def train_network(
     stage: str, network: nn.Module, batches: Batches, pace: Pace, loss_of: LossOf, *, seed: int, log: LossLog, keeping: Keeping, decay: float = 0.0
 ) -> Tensors:
-    """The mean of the network's weights, fp32, on its device. A run that goes on gives the same bits as one that was not stopped."""
+    """The mean of the network's weights, fp32, on its device. A run that goes on has the batches and random numbers of one that was not stopped, and on a
+    CPU gives the same bits."""
     device = next(network.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     stepper = Stepper(network.parameters(), steps=pace.steps, highest=pace.rate, betas=(0.9, 0.95), decay=decay)
@@ -68,7 +68,7 @@ def train_network(
         with _autocast(device):
             return loss_of(batches.chosen(number, index), generator)
 
-    gradients = Gradients(network.parameters(), lambda number: partial(step_of, number), generator)
+    gradients = Gradients(network.parameters(), step_of, generator, record=device.type == "cuda")
     while stepper.step < pace.steps:
         told = gradients.of(*batches.draw())
         gradient = stepper.follow()
@@ -99,6 +99,6 @@ def _restore(network: nn.Module, run: Mapping[str, Stepper | Average | Batches],
 
 @contextmanager
 def _autocast(device: torch.device) -> Iterator[None]:
-    """bf16 products on a GPU; a CPU computes in fp32. Nothing is kept from step to step, as a recorded one would go on with old weights."""
+    """bf16 products on a GPU; a CPU computes in fp32. Without the cache of casts, as PyTorch asks for in what is recorded."""
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False):
         yield

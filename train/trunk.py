@@ -165,7 +165,7 @@ class TrainingTrunk(Around):
             self.final_layer.model[1][-1].weight.zero_()
 
     def placed(self, device: torch.device) -> TrainingTrunk:
-        """Itself, on the device. On a GPU the layers are compiled, one program for all sizes: else starting their many small kernels takes most of a step."""
+        """Itself, on the device. On a GPU the layers are compiled, one program for all sizes, which does in few passes over memory what else takes many."""
         if device.type == "cuda":
             for layer in self.model.layers:
                 layer.compile(dynamic=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import numpy as np
@@ -116,7 +115,7 @@ def train_vae(
     steps = sum(stage.steps for stage in recipe.stages)
     stepper = Stepper(vae.parameters(), steps=steps, highest=recipe.rate)
     average = Average(vae, decay=max(0.9, 1 - 20 / steps))
-    gradients = Gradients(vae.parameters(), lambda shape: partial(_loss, vae, recipe=recipe, noise=noise), noise)
+    gradients = Gradients(vae.parameters(), lambda shape, pixels: _loss(vae, pixels, recipe, noise), noise, record=device.type == "cuda")
     for stage in recipe.stages:
         for _ in range(stage.steps):
             pixels = pictures.batch(stage.batch, stage.window)
