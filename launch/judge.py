@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -153,6 +154,13 @@ def _suites(config: HunyuanImage3Config, folder: Path, asked: tuple[Suite, ...])
 def _check_writable(file: Path) -> None:
     if not file.parent.is_dir() or file.is_dir():
         raise LaunchError(f"{file} cannot be written: {file.parent} must be a folder that is there, and {file.name} a file.")
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".phase-parallel-"):
+            pass
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be written ({error.strerror or error}); give a place that you may write to.") from error
+    if file.exists() and not os.access(file, os.W_OK):
+        raise LaunchError(f"{file} is there and cannot be written; remove it, or give another name.")
 
 
 def run_on_ranks(options: JudgeOptions) -> dict[str, Any]:

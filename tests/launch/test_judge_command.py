@@ -89,6 +89,7 @@ def test_a_shipped_checkpoint_has_a_name(
         (["--suite", "ratio", "--sheet", "sheet.png"], r"--sheet needs a suite that draws; ratio only chooses sizes\."),
         (["--out", "nowhere/rows.json"], r"nowhere/rows\.json cannot be written: nowhere must be a folder that is there, and rows\.json a file\."),
         (["--sheet", "nowhere/sheet.png"], r"nowhere/sheet\.png cannot be written: .*"),
+        (["--out", "/proc/rows.json"], r"/proc/rows\.json cannot be written \(.+\); give a place that you may write to\."),
     ],
 )
 def test_what_cannot_be_done_is_said_before_any_rank_starts(
