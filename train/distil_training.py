@@ -55,7 +55,6 @@ def train_distil(
     missing = student.load_state_dict(dict(teacher_weights), strict=False)
     assert all(key.startswith(("guidance_emb.", "timestep_r_emb.")) for key in missing.missing_keys) and not missing.unexpected_keys
     student.placed(device)
-
     steps = torch.cat([STEPS[length] for length in SCHEDULES]).to(device)
 
     def loss_of(batch: Bucket, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:

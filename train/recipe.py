@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .corpus import CHUNK, Counts, Encoders, build_corpus
+from .corpus import CHUNK, SHARED_MEMORY, Counts, Encoders, build_corpus, drawing_processes
 from .distil_training import train_distil
 from .errors import MiniError
 from .loop import LossLog
@@ -100,8 +100,10 @@ def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, t
     wanted = [name for name in ("trunk", "distil") if not stages.has(name)]
     buckets = []
     if wanted:
-        tell(f"Drawing and encoding {sum(recipe.corpus.values())} examples with {workers} processes ...")
-        buckets = build_corpus(Encoders(config, shared, device), recipe.corpus, seed=seed, workers=workers, tell=partial(_tell_share, tell))
+        processes = drawing_processes(workers)
+        fewer = "" if processes == workers else f", for more than which {SHARED_MEMORY} has no room"
+        tell(f"Drawing and encoding {sum(recipe.corpus.values())} examples with {processes} processes{fewer} ...")
+        buckets = build_corpus(Encoders(config, shared, device), recipe.corpus, seed=seed, workers=processes, tell=partial(_tell_share, tell))
     trunk = stages.make("trunk", lambda keeping: train_trunk(config, buckets, recipe.trunk, seed=seed, log=log, keeping=keeping))
     distil_config, tokenizer = mini_config("distil", scaling)
     distil = stages.make(

@@ -46,7 +46,7 @@ EXTENT = {"small": 0.165, "medium": 0.23, "large": 0.32}
 CENTRES = (0.19, 0.5, 0.81)
 """Centres of the grid's rows and columns, as shares of the side they lie along."""
 PLACE_JITTER, SIZE_JITTER = 0.004, 0.012
-"""A pixel each, about. With three times as much, a network of this size draws every attribute but the outline: it learns where edges lie instead."""
+"""A pixel each, about. With three times as much, two of three outlines were wrong after 11,500 steps: the network spent them on where edges lie."""
 GAP = 0.03
 """What is left between two bounding boxes, whatever the jitter."""
 UNSEEN_SHARE = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from phase_parallel.models.hunyuan_image_3.keys import checkpoint_shapes
 from phase_parallel.models.hunyuan_image_3.reference_images import encoder_input, posterior_sample
 from phase_parallel.models.hunyuan_image_3.vae import Vae
+from phase_parallel.train import corpus as corpus_module
 from phase_parallel.train.batches import Batches
 from phase_parallel.train.captions import parse_recaption
-from phase_parallel.train.corpus import Encoders, build_corpus
+from phase_parallel.train.corpus import JOB_BYTES, Encoders, build_corpus, drawing_processes
 from phase_parallel.train.distil_training import distil_bucket
 from phase_parallel.train.examples import WRITINGS, draw_example
 from phase_parallel.train.mini import mini_config
@@ -95,6 +97,12 @@ def test_a_corpus_is_the_same_with_any_number_of_workers(encoders: Encoders) -> 
         assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
     (edited,) = [bucket for bucket in alone if bucket.form.sources][:1]
     assert edited.source_latents[0].shape[1:] == edited.latents.shape[1:] and edited.source_vit[0].shape[1:] == (64, 64)
+
+
+@pytest.mark.parametrize(("room", "processes"), [(0, 1), (2 * JOB_BYTES, 2), (2 * JOB_BYTES - 1, 1), (100 * JOB_BYTES, 8)])
+def test_as_many_draw_as_shared_memory_holds(room: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room))
+    assert drawing_processes(8) == processes
 
 
 @torch.no_grad()
