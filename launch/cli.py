@@ -81,7 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
     )
     demo.add_argument(
-        "--checkpoint", choices=("mini", "random"), default="random", help="random: one image, which is noise (default); mini: eight by the mini checkpoints"
+        "--checkpoint",
+        choices=("mini", "random"),
+        help="mini: eight pictures by the mini checkpoints (default where train/checkpoints is there); random: one image, which is noise (default elsewhere)",
     )
 
     commands.add_parser("status", help="show the running launches and their ranks")

@@ -1,6 +1,6 @@
 """What every training here does a step at a time: the learning rate of the step, clipped gradients, a running mean of the weights, and a log of losses.
 
-Imports torch and the standard library.
+Imports torch and its neighbours.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from .errors import MiniError
 
 WARM_UP = 0.04
 """Share of the steps in which the learning rate rises from 0."""
@@ -103,7 +105,7 @@ class Stepper:
     def follow(self) -> Tensor:
         """Clips the gradients that are there, and steps. Returns their norm before clipping, on the device.
 
-        Raises FloatingPointError when it is not finite: on a CPU before the weights change, on a GPU some steps later, but before anything is kept.
+        Raises MiniError when it is not finite: on a CPU before the weights change, on a GPU some steps later, but before anything is kept.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate_at(self.step, self._steps, highest=self._highest)
@@ -116,10 +118,10 @@ class Stepper:
         return norm
 
     def check(self) -> None:
-        """Raises FloatingPointError when a gradient since the last check was not finite."""
+        """Raises MiniError when a gradient since the last check was not finite."""
         norms, self._norms = float(self._norms), 0.0
         if not math.isfinite(norms):
-            raise FloatingPointError(f"the gradients up to step {self.step} are not finite; start with a lower learning rate than {self._highest}")
+            raise MiniError(f"The gradients up to step {self.step} are not finite; give this stage a lower rate than {self._highest} in train/recipe.py.")
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `restore` needs, also after a trip through a file of tensors."""

@@ -184,10 +184,14 @@ def test_a_failure_shows_the_lines_of_the_ranks(drawn: dict[str, Any], shipped: 
         mini_demo("cpu", tmp_path / "out", ranks=4, shipped=shipped)
 
 
-@pytest.mark.parametrize("words", [[], ["--checkpoint", "mini"], ["--checkpoint", "random"]])
-def test_the_command_chooses_the_checkpoint(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "there", "chosen"),
+    [([], True, "mini"), ([], False, "random"), (["--checkpoint", "mini"], False, "mini"), (["--checkpoint", "random"], True, "random")],
+)
+def test_the_command_chooses_the_checkpoint(words: list[str], there: bool, chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     for name in ("mini", "random"):
         monkeypatch.setattr(f"phase_parallel.launch.demo.{name}_demo", lambda device, output, ranks, name=name: calls.append((name, ranks)))
+    monkeypatch.setattr("phase_parallel.launch.demo.SHIPPED", tmp_path if there else tmp_path / "absent")
     assert main(["demo", "--device", "cpu", *words]) == 0
-    assert calls == [("mini" if "mini" in words else "random", 4)]
+    assert calls == [(chosen, 4)]
