@@ -81,7 +81,7 @@ async def _run(
         began = time.perf_counter()
         async with session.post(f"{url}/prompt", json={"prompt": graph, "client_id": client}) as answer:
             if answer.status != 200:
-                raise BenchError(f"rank 0 refused the graph: {(await answer.text())[:500]}")
+                raise BenchError(await _why_refused(session, url, graph, await answer.text()))
             prompt_id = (await answer.json())["prompt_id"]
         cancelling: asyncio.Task[float] | None = None
         end = ""
@@ -118,6 +118,16 @@ async def _run(
         else:
             raise BenchError("somebody else cancelled the prompt" if end else "rank 0 closed the connection before the prompt was done")
     return run
+
+
+async def _why_refused(session: Any, url: str, graph: Graph, answer: str) -> str:
+    """A ComfyUI of 2024 answers a graph with a node that it does not have by an error of its own, without a word about the node."""
+    async with session.get(f"{url}/object_info") as known:
+        nodes = await known.json()
+    missing = sorted({value["class_type"] for value in graph.values()} - set(nodes))
+    if missing:
+        return f"this ComfyUI has no node {missing[0]}, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer"
+    return f"rank 0 refused the graph: {answer[:500]}"
 
 
 async def _press_cancel(session: Any, url: str) -> float:

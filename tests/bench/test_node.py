@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from phase_parallel.bench.ar import TASKS, prompt_row, prompt_text
 from phase_parallel.bench.errors import BenchError
 from phase_parallel.bench.node import NodeOptions, bench_row, text_graph
-from phase_parallel.bench.node_client import NodeRun
+from phase_parallel.bench.node_client import NodeRun, run_graph
 from phase_parallel.bench.release import SMALL, from_spec, write_release
 from phase_parallel.launch.cli import main
 
@@ -90,3 +93,37 @@ def test_speed_leaves_out_the_first_tokens() -> None:
 def test_on_the_cpu_only_the_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "node", "--device", "cpu"]) == 1
     assert capsys.readouterr().err == "phase-parallel: bench node --device cpu only tries the program; add --scale small.\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ({"Known": {}}, "^this ComfyUI has no node New, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer$"),
+        ({"Known": {}, "New": {}}, "^rank 0 refused the graph: its reason$"),
+    ],
+)
+def test_a_refused_graph_names_the_node_that_an_old_host_lacks(nodes: dict[str, dict], why: str) -> None:
+    async def websocket(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for _ in socket:
+            pass
+        return socket
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="its reason")
+
+    async def describe(request: web.Request) -> web.Response:
+        return web.json_response(nodes)
+
+    async def post() -> None:
+        host = web.Application()
+        host.router.add_get("/ws", websocket)
+        host.router.add_post("/prompt", refuse)
+        host.router.add_get("/object_info", describe)
+        async with TestServer(host) as server:
+            graph = {"1": {"class_type": "Known", "inputs": {}}, "2": {"class_type": "New", "inputs": {}}}
+            await run_graph(str(server.make_url("")).rstrip("/"), graph, "1", limit_s=20.0)
+
+    with pytest.raises(BenchError, match=why):
+        asyncio.run(post())
