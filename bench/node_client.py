@@ -122,12 +122,15 @@ async def _run(
 
 async def _why_refused(session: Any, url: str, graph: Graph, answer: str) -> str:
     """A ComfyUI of 2024 answers a graph with a node that it does not have by an error of its own, without a word about the node."""
+    refused = f"rank 0 refused the graph: {answer[:500]}"
     async with session.get(f"{url}/object_info") as known:
-        nodes = await known.json()
-    missing = sorted({value["class_type"] for value in graph.values()} - set(nodes))
-    if missing:
-        return f"this ComfyUI has no node {missing[0]}, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer"
-    return f"rank 0 refused the graph: {answer[:500]}"
+        nodes = await known.json() if known.status == 200 else None
+    missing = [] if nodes is None else sorted({value["class_type"] for value in graph.values()} - set(nodes))
+    if not missing:
+        return refused
+    if missing[0].startswith("HunyuanImage3"):
+        return f"rank 0 has no node {missing[0]}: its ComfyUI did not load the pack, and its log says why; {refused}"
+    return f"this ComfyUI has no node {missing[0]}, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer; {refused}"
 
 
 async def _press_cancel(session: Any, url: str) -> float:

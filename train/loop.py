@@ -121,7 +121,7 @@ class Stepper:
         """Raises MiniError when a gradient since the last check was not finite."""
         norms, self._norms = float(self._norms), 0.0
         if not math.isfinite(norms):
-            raise MiniError(f"The gradients up to step {self.step} are not finite; give this stage a lower rate than {self._highest} in train/recipe.py.")
+            raise MiniError(f"The gradients up to step {self.step} are not finite; give this stage of the recipe a lower rate than {self._highest}.")
 
     def state(self) -> dict[str, Tensor]:
         """Everything that `restore` needs, also after a trip through a file of tensors."""

@@ -19,6 +19,7 @@ from phase_parallel.bench.node_client import NodeRun, run_graph
 from phase_parallel.bench.release import SMALL, from_spec, write_release
 from phase_parallel.launch.cli import main
 
+OWN = "HunyuanImage3Loader"
 OPTIONS = NodeOptions("tp", 2, "cpu", 2, True, 40, 1, 1, None)
 
 
@@ -98,11 +99,14 @@ def test_on_the_cpu_only_the_small_scale(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        ({"Known": {}}, "^this ComfyUI has no node New, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer$"),
-        ({"Known": {}, "New": {}}, "^rank 0 refused the graph: its reason$"),
+        (["Known", OWN], "^this ComfyUI has no node New, which the graph needs; set COMFYUI_DIR to one of version 0.3.64 or newer; .* its reason$"),
+        (["Known", "New"], f"^rank 0 has no node {OWN}: its ComfyUI did not load the pack, and its log says why; rank 0 refused the graph: its reason$"),
+        (["Known", "New", OWN], "^rank 0 refused the graph: its reason$"),
+        (None, "^rank 0 refused the graph: its reason$"),
     ],
 )
-def test_a_refused_graph_names_the_node_that_an_old_host_lacks(nodes: dict[str, dict], why: str) -> None:
+def test_a_refused_graph_names_the_node_that_is_not_there(nodes: list[str] | None, why: str) -> None:
+    """None: the host does not answer the question which nodes it has."""
     async def websocket(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
@@ -114,7 +118,7 @@ def test_a_refused_graph_names_the_node_that_an_old_host_lacks(nodes: dict[str, 
         return web.Response(status=500, text="its reason")
 
     async def describe(request: web.Request) -> web.Response:
-        return web.json_response(nodes)
+        return web.Response(status=500) if nodes is None else web.json_response({name: {} for name in nodes})
 
     async def post() -> None:
         host = web.Application()
@@ -122,8 +126,8 @@ def test_a_refused_graph_names_the_node_that_an_old_host_lacks(nodes: dict[str, 
         host.router.add_post("/prompt", refuse)
         host.router.add_get("/object_info", describe)
         async with TestServer(host) as server:
-            graph = {"1": {"class_type": "Known", "inputs": {}}, "2": {"class_type": "New", "inputs": {}}}
-            await run_graph(str(server.make_url("")).rstrip("/"), graph, "1", limit_s=20.0)
+            graph = {key: {"class_type": key, "inputs": {}} for key in ("Known", "New", OWN)}
+            await run_graph(str(server.make_url("")).rstrip("/"), graph, "Known", limit_s=20.0)
 
     with pytest.raises(BenchError, match=why):
         asyncio.run(post())
