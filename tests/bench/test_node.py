@@ -107,6 +107,7 @@ def test_on_the_cpu_only_the_small_scale(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_a_refused_graph_names_the_node_that_is_not_there(nodes: list[str] | None, why: str) -> None:
     """None: the host does not answer the question which nodes it has."""
+
     async def websocket(request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
