@@ -83,7 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--checkpoint",
         choices=("mini", "random"),
-        help="mini: eight pictures by the mini checkpoints (default where train/checkpoints is there); random: one image, which is noise (default elsewhere)",
+        default="mini",
+        help="mini: eight pictures by the checkpoints that come with this pack (default); random: one image of random weights, which is noise",
     )
 
     commands.add_parser("status", help="show the running launches and their ranks")

@@ -52,8 +52,10 @@ def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED)
     sheet = save_sheet(made, output, title=f"HunyuanImage-3 Mini, made by {ranks} ranks together ({device})")
     print(f"\n{wish_lines(made)}\n\n{digest_table(made)}\n")
     print(phase_table(seconds, started=ready - began, drawn=finished - ready))
-    right = sum(one.verdict.score.exact for one in made)
-    print(f"\nThe judge, which looks by rule and has learnt nothing, finds {right} of {len(made)} pictures as wanted.")
+    scores = [one.verdict.score for one in made]
+    right, share = sum(score.exact for score in scores), sum(score.total for score in scores) / len(scores)
+    found = f"{right} of {len(made)} pictures as wanted in everything, and {share:.0%} of what was wanted"
+    print(f"\nThe judge, which looks by rule and has learnt nothing, finds {found}.")
     print(f"Saved {len(made)} pictures in {output} (with their workflows inside) and {sheet}.")
 
 

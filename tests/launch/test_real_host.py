@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from phase_parallel.launch.cli import main
 from phase_parallel.launch.demo_report import SHEET
 from phase_parallel.launch.paths import runtime_folder
 from phase_parallel.train.demo_wishes import DEMO_WISHES
-from phase_parallel.train.mini_folder import SHIPPED
+
+LEAST_OF_WHAT_WAS_WANTED = 90
+"""Per cent of the attributes over the eight pictures. Over many the checkpoint reaches 94 to 99, by the way it is asked."""
 
 
 @pytest.mark.host
@@ -39,7 +42,6 @@ def test_the_random_demo_makes_a_picture_and_leaves_nothing(tmp_path: Path, caps
 @pytest.mark.host
 @pytest.mark.ranks4
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not SHIPPED.is_dir(), reason="train/checkpoints is not there yet, and pictures of random weights show nothing")
 def test_demo_makes_a_sheet_of_pictures_that_are_as_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -48,5 +50,6 @@ def test_demo_makes_a_sheet_of_pictures_that_are_as_wanted(tmp_path: Path, capsy
     for path, wish in zip(pictures, DEMO_WISHES, strict=True):
         with Image.open(path) as image:
             assert wish.prompt in json.dumps(json.loads(image.info["prompt"]), ensure_ascii=False)
-    assert f"finds {len(DEMO_WISHES)} of {len(DEMO_WISHES)} pictures as wanted" in shown, shown
+    found = re.search(r"and (\d+)% of what was wanted", shown)
+    assert found and int(found[1]) >= LEAST_OF_WHAT_WAS_WANTED, shown
     assert list(runtime_folder().iterdir()) == []
