@@ -63,12 +63,16 @@ async def run_graph(
     """``node``: the node of ``graph`` whose progress counts and goes to ``on_progress``. ``cancel_at``: press cancel once so many of its tokens or
     steps are there. ``on_load``: progress of the other nodes.
 
-    Raises BenchError when the graph is refused or fails.
+    Raises BenchError when the graph is refused or fails, and when rank 0 is gone.
     """
+    import aiohttp  # comes with every ComfyUI
+
     try:
         return await asyncio.wait_for(_run(url, graph, node, cancel_at, on_load, on_progress), limit_s)
     except TimeoutError:
         raise BenchError(f"a prompt was not finished after {limit_s:.0f} s") from None
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise BenchError(f"rank 0 at {url} does not answer any more ({error})") from error
 
 
 async def _run(

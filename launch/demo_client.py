@@ -6,8 +6,10 @@ import asyncio
 import json
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import urlencode
 
 from .demo_progress import DemoProgress
@@ -22,6 +24,17 @@ LIMIT_S = 1800.0
 DIGEST_WAIT_S = 10.0
 
 Graph = dict[str, dict[str, Any]]
+
+
+@contextmanager
+def connected_to(url: str) -> Iterator[None]:
+    """Raises LaunchError for a connection to rank 0 that breaks, whatever was asked through it."""
+    import aiohttp  # comes with every ComfyUI
+
+    try:
+        yield
+    except (aiohttp.ClientError, URLError, ConnectionError, TimeoutError) as error:
+        raise LaunchError(f"Rank 0 at {url} does not answer any more ({error}).") from error
 
 
 async def run_prompt(url: str, graph: Graph, progress: DemoProgress) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..train.judge import judge
 from ..train.mini import NAMES, Kind
 from ..train.mini_folder import SHIPPED, mini_folder
 from ..train.scenes import Scene, size_of
-from .demo_client import has_stock_sampling, run_prompt, saved_images, upload_image, wait_for_equal_digests
+from .demo_client import connected_to, has_stock_sampling, run_prompt, saved_images, upload_image, wait_for_equal_digests
 from .demo_graphs import demo_graph, graph_name
 from .demo_progress import DemoProgress
 from .demo_report import Made, digest_table, phase_table, save_sheet, wish_lines
@@ -45,7 +45,8 @@ def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED)
         ready = time.monotonic()
         seconds: dict[str, float] = {}
         try:
-            made = _Session(launch.url, folders, output, seconds).run(DEMO_WISHES)
+            with connected_to(launch.url):
+                made = _Session(launch.url, folders, output, seconds).run(DEMO_WISHES)
         except LaunchError as error:
             raise LaunchError(f"{error}\nThe last lines of the ranks:\n{launch.last_lines(30)}") from error
         finished = time.monotonic()

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from .demo_client import Graph, run_prompt, saved_images, wait_for_equal_digests
+from .demo_client import Graph, connected_to, run_prompt, saved_images, wait_for_equal_digests
 from .demo_progress import DemoProgress
 from .errors import LaunchError
 from .paths import PACK_ROOT, STATE_FOLDER
@@ -32,9 +32,10 @@ def random_demo(device: str, output: Path, *, ranks: int) -> None:
         print(f"Sending {WORKFLOW.relative_to(PACK_ROOT)} to rank 0, once.", flush=True)
         progress = DemoProgress(sys.stdout)
         try:
-            history = asyncio.run(run_prompt(launch.url, graph, progress))
-            saved = save_images(launch.url, history, output)
-            digests = wait_for_equal_digests(launch.url)
+            with connected_to(launch.url):
+                history = asyncio.run(run_prompt(launch.url, graph, progress))
+                saved = save_images(launch.url, history, output)
+                digests = wait_for_equal_digests(launch.url)
         except LaunchError as error:
             raise LaunchError(f"{error}\nThe last lines of the ranks:\n{launch.last_lines(30)}") from error
         finished = time.monotonic()

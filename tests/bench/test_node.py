@@ -23,6 +23,15 @@ OWN = "HunyuanImage3Loader"
 OPTIONS = NodeOptions("tp", 2, "cpu", 2, True, 40, 1, 1, None)
 
 
+async def websocket(request: web.Request) -> web.WebSocketResponse:
+    """A host's, which tells nothing."""
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    async for _ in socket:
+        pass
+    return socket
+
+
 def ar_result(path: Path, **changes: object) -> Path:
     rows = [
         {"task": "t2i", "decode": "eager", "reduction": "process group", "ms_per_token": {"median": 9.0}},
@@ -108,13 +117,6 @@ def test_on_the_cpu_only_the_small_scale(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_refused_graph_names_the_node_that_is_not_there(nodes: list[str] | None, why: str) -> None:
     """None: the host does not answer the question which nodes it has."""
 
-    async def websocket(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        async for _ in socket:
-            pass
-        return socket
-
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=500, text="its reason")
 
@@ -131,4 +133,20 @@ def test_a_refused_graph_names_the_node_that_is_not_there(nodes: list[str] | Non
             await run_graph(str(server.make_url("")).rstrip("/"), graph, "Known", limit_s=20.0)
 
     with pytest.raises(BenchError, match=why):
+        asyncio.run(post())
+
+
+def test_a_host_that_ends_while_it_is_asked_is_named() -> None:
+    async def end(request: web.Request) -> web.Response:
+        request.transport.close()
+        return web.Response()
+
+    async def post() -> None:
+        host = web.Application()
+        host.router.add_get("/ws", websocket)
+        host.router.add_post("/prompt", end)
+        async with TestServer(host) as server:
+            await run_graph(str(server.make_url("")).rstrip("/"), {}, "1", limit_s=20.0)
+
+    with pytest.raises(BenchError, match=r"^rank 0 at http://127\.0\.0\.1:\d+ does not answer any more \("):
         asyncio.run(post())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phase_parallel.launch import demo_client as module
-from phase_parallel.launch.demo_client import wait_for_equal_digests
+from phase_parallel.launch.demo_client import connected_to, run_prompt, upload_image, wait_for_equal_digests
 from phase_parallel.launch.demo_progress import DemoProgress
 from phase_parallel.launch.demo_random import CHECKPOINT_NAME, prepare_graph, save_images, small_checkpoint
 from phase_parallel.launch.errors import LaunchError
+from phase_parallel.launch.ports import free_port
 
 
 def report(phase: str, done: int = 0, total: int = 0, **more: Any) -> dict[str, Any]:
@@ -129,3 +132,17 @@ def test_ranks_that_disagree_fail_the_demo(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "DIGEST_WAIT_S", 0.5)
     with pytest.raises(LaunchError, match="do not agree"):
         wait_for_equal_digests("http://r")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        wait_for_equal_digests,
+        lambda url: upload_image(url, "a.png", b""),
+        lambda url: asyncio.run(run_prompt(url, {}, DemoProgress(io.StringIO()))),
+    ],
+)
+def test_a_rank_0_that_is_gone_is_named(ask: Callable[[str], object]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(LaunchError, match=f"^Rank 0 at {url} does not answer any more "), connected_to(url):
+        ask(url)
