@@ -191,8 +191,9 @@ def _logs(options: argparse.Namespace, comfy_flags: list[str]) -> int:
 
 def _doctor(options: argparse.Namespace, comfy_flags: list[str]) -> int:
     from .doctor import doctor
+    from .shipped_models import complete_folder
 
-    return doctor(options.model)
+    return doctor(None if options.model is None else complete_folder(options.model))
 
 
 _COMMANDS = {"up": _up, "demo": _demo, "status": _status, "logs": _logs, "doctor": _doctor}

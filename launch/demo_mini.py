@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..models.hunyuan_image_3.config import HunyuanImage3Config
+from ..models.hunyuan_image_3.config import ConfigError, HunyuanImage3Config
 from ..train.demo_wishes import DEMO_WISHES, DemoWish
 from ..train.drawing import render
 from ..train.errors import MiniError
@@ -26,11 +26,9 @@ from .demo_progress import DemoProgress
 from .demo_report import Made, digest_table, phase_table, save_sheet, wish_lines
 from .errors import LaunchError
 from .http_json import get_json
-from .paths import STATE_FOLDER
 from .readiness import STATUS_ROUTE
 from .running import Launch
-
-MINI_STATE = STATE_FOLDER / "mini_checkpoints"
+from .shipped_models import MINI_STATE
 
 
 def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED) -> None:
@@ -38,7 +36,8 @@ def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED)
     began = time.monotonic()
     try:
         folders = {kind: mini_folder(kind, MINI_STATE, shipped=shipped) for kind in NAMES}
-    except MiniError as error:
+        guidance = {kind: HunyuanImage3Config.from_folder(folder).generation.diff_guidance_scale for kind, folder in folders.items()}
+    except (MiniError, ConfigError) as error:
         raise LaunchError(f"{error} `phase-parallel demo --checkpoint random` needs none.") from error
     print(f"Starting {ranks} ranks on {device} ...", flush=True)
     with Launch(ranks=ranks, device=device, models=list(folders.values()), announce=print) as launch:
@@ -46,7 +45,7 @@ def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED)
         seconds: dict[str, float] = {}
         try:
             with connected_to(launch.url):
-                made = _Session(launch.url, folders, output, seconds).run(DEMO_WISHES)
+                made = _Session(launch.url, folders, guidance, output, seconds).run(DEMO_WISHES)
         except LaunchError as error:
             raise LaunchError(f"{error}\nThe last lines of the ranks:\n{launch.last_lines(30)}") from error
         finished = time.monotonic()
@@ -63,10 +62,9 @@ def mini_demo(device: str, output: Path, *, ranks: int, shipped: Path = SHIPPED)
 class _Session:
     """Requests to rank 0, one after the other."""
 
-    def __init__(self, url: str, folders: dict[Kind, Path], output: Path, seconds: dict[str, float]) -> None:
-        self._url, self._folders, self._output, self._seconds = url, folders, output, seconds
+    def __init__(self, url: str, folders: dict[Kind, Path], guidance: dict[Kind, float], output: Path, seconds: dict[str, float]) -> None:
+        self._url, self._folders, self._guidance, self._output, self._seconds = url, folders, guidance, output, seconds
         self._stock = has_stock_sampling(url)
-        self._guidance = {kind: HunyuanImage3Config.from_folder(folder).generation.diff_guidance_scale for kind, folder in folders.items()}
         self._stamp = time.strftime("%Y%m%d_%H%M%S")
         output.mkdir(parents=True, exist_ok=True)
 

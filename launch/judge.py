@@ -26,12 +26,11 @@ from ..train.mini_folder import mini_folder
 from ..train.scenes import BASE_SIZE
 from ..train.suites import SUITES, Suite, suites_for
 from .errors import LaunchError
-from .paths import STATE_FOLDER
 from .plan_presets import PRESETS, choose_preset
+from .shipped_models import MINI_STATE, complete_folder
 from .status import table
 
-MAXIMUM_COUNT = 10_000
-SHIPPED_STATE = STATE_FOLDER / "mini_checkpoints"
+MAXIMUM_COUNT, MAXIMUM_STEPS, MAXIMUM_GUIDANCE = 10_000, 1000, 100.0
 COLUMNS = ("attributes", "exact", "kind", "colour", "size", "position", "background", "count", "recaption", "agreement", "ratio", "done")
 
 
@@ -99,9 +98,13 @@ def _options(words: argparse.Namespace) -> JudgeOptions:
     """Raises LaunchError for what one process can see to be wrong: then no rank is started."""
     if not 1 <= words.count <= MAXIMUM_COUNT:
         raise LaunchError(f"--count {words.count} is not possible; choose 1 to {MAXIMUM_COUNT}.")
-    if words.steps is not None and words.steps < 1:
-        raise LaunchError(f"--steps {words.steps} is not possible; choose 1 or more.")
+    if words.steps is not None and not 1 <= words.steps <= MAXIMUM_STEPS:
+        raise LaunchError(f"--steps {words.steps} is not possible; choose 1 to {MAXIMUM_STEPS}.")
+    if words.guidance is not None and not 1 <= words.guidance <= MAXIMUM_GUIDANCE:
+        raise LaunchError(f"--guidance {words.guidance} is not possible; choose 1 (none) to {MAXIMUM_GUIDANCE:g}.")
     if words.sheet is not None:
+        if words.sheet.suffix.lower() != ".png":
+            raise LaunchError(f"--sheet {words.sheet} is no name of a PNG; let it end in .png.")
         _check_writable(words.sheet)
     folder = checkpoint_folder(words.checkpoint)
     chosen = choose_preset(words.plan, words.ranks)
@@ -134,9 +137,9 @@ def _options(words: argparse.Namespace) -> JudgeOptions:
 def checkpoint_folder(word: str) -> Path:
     """The folder that a word on the command line means."""
     if word not in NAMES:
-        return Path(word)
+        return complete_folder(Path(word))
     try:
-        return mini_folder(word, SHIPPED_STATE)
+        return mini_folder(word, MINI_STATE)
     except MiniError as error:
         raise LaunchError(str(error)) from error
 

@@ -34,6 +34,7 @@ from .records import (
     remove_record,
     web_address,
 )
+from .shipped_models import complete_folder
 
 if TYPE_CHECKING:
     from .agent import Outcome  # imports torch, which takes seconds
@@ -115,7 +116,7 @@ def check_models(folders: tuple[Path, ...]) -> tuple[Path, ...]:
             raise LaunchError(
                 f"--model {folder} is not a folder; name a checkpoint folder, or one that holds some."
             )
-    return tuple(folder.resolve() for folder in folders)
+    return tuple(complete_folder(folder).resolve() for folder in folders)
 
 
 def _base_of(host: ComfyHost, asked: Path | None) -> tuple[Path, Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .errors import MiniError
+from .loss_plot import require_matplotlib
 from .recipe import FULL, train
 
 
@@ -23,6 +24,7 @@ def main(arguments: list[str], *, require_folder: Callable[[Path], None]) -> int
     if options.workers < 1:
         raise MiniError(f"--workers {options.workers} is too few; give 1 or more.")
     require_folder(options.out)
+    require_matplotlib()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     train(options.out, torch.device(options.device), recipe=FULL.scaled(options.scale), workers=options.workers, tell=lambda line: print(line, flush=True))

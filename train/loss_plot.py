@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import MiniError
@@ -11,16 +12,17 @@ from .loop import read_log
 HIDDEN = ("stage", "step", "seconds")
 
 
+def require_matplotlib() -> None:
+    """Before a long training, at whose end there would be nothing to draw with. Raises MiniError."""
+    if find_spec("matplotlib") is None:
+        raise MiniError("The loss curves are drawn with matplotlib, which is not installed; run `python -m pip install matplotlib` and the same command again.")
+
+
 def plot_losses(log: Path, out: Path) -> None:
     """One panel for each stage of a LossLog, in the order of training; every value on a logarithmic scale. Raises MiniError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MiniError(
-            "The loss curves are drawn with matplotlib, which is not installed; run `python -m pip install matplotlib` and the same command again: "
-            "it only draws."
-        ) from error
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     lines = read_log(log)
     stages = list(dict.fromkeys(line["stage"] for line in lines))

@@ -20,19 +20,30 @@ _AGAIN = "get it again from where this pack came from"
 def mini_folder(kind: Kind, target: Path, *, shipped: Path = SHIPPED) -> Path:
     """The complete folder of that checkpoint, `target`/its name; made there of links, or of copies where the file system has none, unless it is there.
 
-    A folder of another version is replaced. Raises MiniError when something is missing of what the pack ships.
+    A folder of another version is replaced. Raises MiniError when something is missing of what the pack ships, and when `target` cannot be written.
     """
     files = _files(kind, shipped)
     folder = target / NAMES[kind]
     if _is_made_of(folder, files):
         return folder
     unfinished = target / f"{folder.name}.unfinished"
-    for old in (unfinished, folder):
-        shutil.rmtree(old, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    for name, source in files.items():
-        _place(source, unfinished / name)
-    unfinished.rename(folder)
+    try:
+        for old in (unfinished, folder):
+            _remove(old)
+        unfinished.mkdir(parents=True)
+        for name, source in files.items():
+            _place(source, unfinished / name)
+        unfinished.rename(folder)
+    except OSError as error:
+        raise MiniError(f"The complete checkpoint cannot be put into {folder} ({error}); make that place writable.") from error
+    return folder
+
+
+def completed(folder: Path, target: Path, *, shipped: Path = SHIPPED) -> Path:
+    """The folder itself, or for one of the pack's own its complete form below `target`: Distil's has its last shard only there. Raises MiniError."""
+    for kind, name in NAMES.items():
+        if folder.resolve() == (shipped / name).resolve():
+            return mini_folder(kind, target, shipped=shipped)
     return folder
 
 
@@ -84,11 +95,11 @@ def _shards(folder: Path) -> dict[str, set[str]]:
     """Shard -> its keys."""
     try:
         places: dict[str, str] = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+        shards: dict[str, set[str]] = {}
+        for key, name in places.items():
+            shards.setdefault(name, set()).add(key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MiniError(f"{folder / INDEX_NAME} cannot be read ({error}); {_AGAIN}.") from error
-    shards: dict[str, set[str]] = {}
-    for key, name in places.items():
-        shards.setdefault(name, set()).add(key)
     return shards
 
 
@@ -96,6 +107,13 @@ def _is_made_of(folder: Path, files: dict[str, Path]) -> bool:
     if not folder.is_dir() or {path.name for path in folder.iterdir()} != set(files):
         return False
     return all(os.path.samefile(folder / name, source) or filecmp.cmp(folder / name, source, shallow=False) for name, source in files.items())
+
+
+def _remove(old: Path) -> None:
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
 
 
 def _place(source: Path, target: Path) -> None:

@@ -90,8 +90,8 @@ FULL = Recipe(
 def train(folder: Path, device: torch.device, *, recipe: Recipe, workers: int, tell: Tell) -> None:
     """Both checkpoint folders, the losses and their plot below ``folder``, and what each stage left in ``folder/stages``. What is there is not made again.
 
-    Raises MiniError when a kept stage was made by another recipe or cannot be read, when numbers are no longer finite, and at the very end when there is
-    nothing to draw the plot with.
+    Raises MiniError when a kept stage was made by another recipe or cannot be read, when numbers are no longer finite, and at the very end without
+    matplotlib.
     """
     stages, log = Stages(folder / "stages", recipe, device, tell), LossLog(folder / LOG)
     seed = recipe.seed

@@ -185,9 +185,16 @@ def test_a_failure_shows_the_lines_of_the_ranks(drawn: dict[str, Any], shipped: 
 
 
 @pytest.mark.parametrize(("words", "chosen"), [([], "mini"), (["--checkpoint", "mini"], "mini"), (["--checkpoint", "random"], "random")])
-def test_the_command_chooses_the_checkpoint(words: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_chooses_the_checkpoint(words: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
     for name in ("mini", "random"):
         monkeypatch.setattr(f"phase_parallel.launch.demo.{name}_demo", lambda device, output, ranks, name=name: calls.append((name, ranks)))
-    assert main(["demo", "--device", "cpu", *words]) == 0
+    assert main(["demo", "--device", "cpu", "--output", str(tmp_path), *words]) == 0
     assert calls == [(chosen, 4)]
+
+
+def test_an_output_that_is_no_folder_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("phase_parallel.launch.demo.mini_demo", lambda *_, **__: pytest.fail("a rank would have started"))
+    (tmp_path / "file").touch()
+    assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "file")]) == 1
+    assert f"--output {tmp_path / 'file'} is no folder that can be written" in capsys.readouterr().err

@@ -81,7 +81,11 @@ def test_a_shipped_checkpoint_has_a_name(
     ("words", "sentence"),
     [
         (["--count", "0"], r"--count 0 is not possible; choose 1 to 10000\."),
-        (["--steps", "0"], r"--steps 0 is not possible; choose 1 or more\."),
+        (["--steps", "0"], r"--steps 0 is not possible; choose 1 to 1000\."),
+        (["--steps", "1001"], r"--steps 1001 is not possible; choose 1 to 1000\."),
+        (["--guidance", "nan"], r"--guidance nan is not possible; choose 1 \(none\) to 100\."),
+        (["--guidance", "-5"], r"--guidance -5.0 is not possible; choose 1 \(none\) to 100\."),
+        (["--sheet", "sheet.unknown"], r"--sheet sheet.unknown is no name of a PNG; let it end in \.png\."),
         (["--plan", "tensor"], r"Plan 'tensor' is unknown; choose one of single, .*, replicated\."),
         (["--plan", "tp", "--ranks", "3"], r".* cannot be split over .*"),
         (["--plan", "tp4", "--denoise", "cfg"], r".*cfg.*"),

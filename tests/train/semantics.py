@@ -21,7 +21,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "hybrid-sp": {"name": "hybrid", "denoise": "sp"},
     "hybrid-cfg": {"name": "hybrid", "denoise": "cfg"},
 }
-COUNT: dict[Suite, int] = {"t2i": 12, "think": 4}
+COUNT: dict[Suite, int] = {"t2i": 12, "think": 4, "edit1": 6, "edit2": 6, "ratio": 20, "distil": 8}
 STEPS = 12
 """Fewer than the checkpoint's own 50, so that four processes on two cores need seconds for a picture."""
 TIMEOUT_S = 900.0

@@ -12,7 +12,7 @@ from phase_parallel.models.hunyuan_image_3.loading import LoadOptions, check_fol
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.train.errors import MiniError
 from phase_parallel.train.mini import NAMES, Kind
-from phase_parallel.train.mini_folder import mini_folder
+from phase_parallel.train.mini_folder import SHIPPED, completed, mini_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -106,3 +106,36 @@ def test_a_checkpoint_that_is_missing_beside_the_other_is_named(shipped: Path, t
     shutil.rmtree(copy / NAMES["distil"])
     with pytest.raises(MiniError, match=rf"is missing, so there is no {NAMES['distil']}; get it again"):
         mini_folder("distil", tmp_path / "state", shipped=copy)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_trained_checkpoints_are_complete(kind: Kind, tmp_path: Path) -> None:
+    check_folder(mini_folder(kind, tmp_path), make_plan("single", world_size=1), LoadOptions("fp32"))
+
+
+def test_the_trained_checkpoints_stay_small() -> None:
+    sizes = {path: path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()}
+    assert max(sizes.values()) <= 10e6 and sum(sizes.values()) <= 14e6, sizes
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_shipped_folder_is_taken_in_its_complete_form(kind: Kind, shipped: Path, tmp_path: Path) -> None:
+    folder = completed(shipped / NAMES[kind], tmp_path, shipped=shipped)
+    check_folder(folder, make_plan("single", world_size=1), LoadOptions("fp32"))
+    assert completed(tmp_path, tmp_path, shipped=shipped) == tmp_path
+
+
+@pytest.mark.parametrize("text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": []}}'])
+def test_an_index_of_another_kind_is_named(text: str, copy: Path, tmp_path: Path) -> None:
+    (copy / NAMES["instruct"] / INDEX).write_text(text)
+    with pytest.raises(MiniError, match=rf"{INDEX} cannot be read .*; get it again"):
+        mini_folder("instruct", tmp_path / "state", shipped=copy)
+
+
+def test_what_lies_in_the_way_is_replaced_or_named(shipped: Path, tmp_path: Path) -> None:
+    (tmp_path / NAMES["distil"]).write_text("a file")
+    (tmp_path / NAMES["instruct"]).symlink_to(tmp_path)
+    assert all((mini_folder(kind, tmp_path, shipped=shipped) / INDEX).is_file() for kind in NAMES)
+    (tmp_path / "file").touch()
+    with pytest.raises(MiniError, match=r"cannot be put into .*; make that place writable"):
+        mini_folder("distil", tmp_path / "file", shipped=shipped)

@@ -19,7 +19,7 @@ from phase_parallel.train.mini_folder import mini_folder
 from phase_parallel.train.suites import Suite
 
 pytestmark = [pytest.mark.ranks4, pytest.mark.timeout(1800)]
-LEAST_ACCURACY, MOST_WITH_A_FAULT, LEAST_PSNR = 0.95, 0.7, 40.0
+LEAST_ACCURACY, LEAST_OF_EDITS, MOST_WITH_A_FAULT, LEAST_PSNR = 0.95, 0.9, 0.7, 40.0
 # Where each fault shows: a rank's place differs from its number only in the text of plan hybrid, and so does its micro shard.
 FAULTS: dict[str, tuple[str, Suite]] = {
     "skipped reduction": ("tp4", "t2i"),
@@ -49,6 +49,23 @@ def test_every_plan_draws_the_same_picture(plan: str, mini: Gallery) -> None:
 
 def test_what_is_written_is_drawn(mini: Gallery) -> None:
     drawn = mini.draw("hybrid-sp", "think")
+    assert drawn.accuracy >= LEAST_ACCURACY, drawn.sentences
+
+
+def test_the_words_decide_the_proportions(mini: Gallery) -> None:
+    assert mini.draw("hybrid-cfg", "ratio").accuracy >= LEAST_ACCURACY
+
+
+@pytest.mark.parametrize("suite", ["edit1", "edit2"])
+def test_edits_are_drawn(suite: Suite, mini: Gallery) -> None:
+    drawn = mini.draw("hybrid-cfg", suite)
+    assert drawn.accuracy >= LEAST_OF_EDITS, drawn.sentences
+
+
+def test_distil_draws_in_eight_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = mini_folder("distil", tmp_path_factory.mktemp("shipped_distil"))
+    with gallery(folder, tmp_path_factory.mktemp("distil_pictures"), steps=8) as opened:
+        drawn = opened.draw("hybrid-sp", "distil")
     assert drawn.accuracy >= LEAST_ACCURACY, drawn.sentences
 
 
