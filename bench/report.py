@@ -41,14 +41,14 @@ def require_writable(out: Path) -> None:
         raise BenchError(f"{out} cannot be written; give --out FILE in a place that you may write to.")
 
 
-def require_folder(folder: Path) -> None:
-    """The folder is made, and a file is written into it and removed again. Raises BenchError when that fails."""
+def require_folder(folder: Path, *, option: str = "--out") -> None:
+    """The folder is made, and a file is written into it and removed again. Raises BenchError, which names the option, when that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".phase-parallel-"):
             pass
     except OSError as error:
-        raise BenchError(f"nothing can be written into {folder} ({error.strerror or error}); give --out in a place that you may write to.") from error
+        raise BenchError(f"nothing can be written into {folder} ({error.strerror or error}); give {option} in a place that you may write to.") from error
 
 
 def write_result(result: Mapping[str, Any], out: Path) -> None:

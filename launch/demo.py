@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Literal
 
+from ..bench.report import require_folder
 from .demo_mini import mini_demo
 from .demo_random import random_demo
-from .errors import LaunchError
 from .up import choose_device
 
 DemoCheckpoint = Literal["mini", "random"]
@@ -16,19 +15,10 @@ RANKS = 4
 
 
 def demo(*, device: str, output: Path, checkpoint: DemoCheckpoint = "mini") -> int:
-    """Returns 0 when everything is saved and all ranks agree on it, and raises LaunchError otherwise."""
+    """Returns 0 when everything is saved and all ranks agree on it, and raises LaunchError otherwise,
+    or BenchError for a place that cannot be written."""
     device, _ = choose_device(device, RANKS)
-    _require_folder(output)
+    require_folder(output, option="--output")
     {"mini": mini_demo, "random": random_demo}[checkpoint](device, output, ranks=RANKS)
     print("All ranks agree; no process, port or temporary file is left.")
     return 0
-
-
-def _require_folder(output: Path) -> None:
-    """Before any rank starts. Raises LaunchError when no file can be written there."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=output, prefix=".phase-parallel-"):
-            pass
-    except OSError as error:
-        raise LaunchError(f"--output {output} is no folder that can be written ({error.strerror}); choose another.") from error

@@ -19,15 +19,13 @@ import torch
 from ..models.hunyuan_image_3.config import HunyuanImage3Config
 from ..models.hunyuan_image_3.loading import LoadOptions, check_folder
 from ..parallel.plan import ATTENTION_KINDS, DENOISE_KINDS, PLAN_NAMES, make_plan
-from ..train.errors import MiniError
 from ..train.figures import GOALS, LANGUAGE_GOAL, MAIN
 from ..train.mini import NAMES
-from ..train.mini_folder import mini_folder
 from ..train.scenes import BASE_SIZE
 from ..train.suites import SUITES, Suite, suites_for
 from .errors import LaunchError
 from .plan_presets import PRESETS, choose_preset
-from .shipped_models import MINI_STATE, complete_folder
+from .shipped_models import complete_folder, shipped_folder
 from .status import table
 
 MAXIMUM_COUNT, MAXIMUM_STEPS, MAXIMUM_GUIDANCE = 10_000, 1000, 100.0
@@ -136,12 +134,7 @@ def _options(words: argparse.Namespace) -> JudgeOptions:
 
 def checkpoint_folder(word: str) -> Path:
     """The folder that a word on the command line means."""
-    if word not in NAMES:
-        return complete_folder(Path(word))
-    try:
-        return mini_folder(word, MINI_STATE)
-    except MiniError as error:
-        raise LaunchError(str(error)) from error
+    return shipped_folder(word) if word in NAMES else complete_folder(Path(word))
 
 
 def _suites(config: HunyuanImage3Config, folder: Path, asked: tuple[Suite, ...]) -> tuple[Suite, ...]:

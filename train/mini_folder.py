@@ -39,14 +39,6 @@ def mini_folder(kind: Kind, target: Path, *, shipped: Path = SHIPPED) -> Path:
     return folder
 
 
-def completed(folder: Path, target: Path, *, shipped: Path = SHIPPED) -> Path:
-    """The folder itself, or for one of the pack's own its complete form below `target`: Distil's has its last shard only there. Raises MiniError."""
-    for kind, name in NAMES.items():
-        if folder.resolve() == (shipped / name).resolve():
-            return mini_folder(kind, target, shipped=shipped)
-    return folder
-
-
 def _files(kind: Kind, shipped: Path) -> dict[str, Path]:
     """Name in the folder -> where the pack has it."""
     own = shipped / NAMES[kind]

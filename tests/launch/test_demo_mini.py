@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from phase_parallel.train.captions import caption
 from phase_parallel.train.demo_wishes import DEMO_WISHES, DemoWish
 from phase_parallel.train.drawing import render
 from phase_parallel.train.edits import change, instruction, shape_and_colour
+from phase_parallel.train.mini import NAMES
 from phase_parallel.train.scenes import Scene, is_unseen, size_of
 
 FIRST = DEMO_WISHES[0]
@@ -197,4 +199,13 @@ def test_an_output_that_is_no_folder_is_named_first(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("phase_parallel.launch.demo.mini_demo", lambda *_, **__: pytest.fail("a rank would have started"))
     (tmp_path / "file").touch()
     assert main(["demo", "--device", "cpu", "--output", str(tmp_path / "file")]) == 1
-    assert f"--output {tmp_path / 'file'} is no folder that can be written" in capsys.readouterr().err
+    assert f"nothing can be written into {tmp_path / 'file'} (File exists); give --output in a place that you may write to." in capsys.readouterr().err
+
+
+def test_a_damaged_config_is_named_before_anything_starts(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MINI_STATE", tmp_path / "state")
+    monkeypatch.setattr(module, "Launch", lambda **_: pytest.fail("a rank would have started"))
+    copy = Path(shutil.copytree(shipped, tmp_path / "copy"))
+    (copy / NAMES["distil"] / "config.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"config\.json.*`phase-parallel demo --checkpoint random` needs none"):
+        mini_demo("cpu", tmp_path / "out", ranks=4, shipped=copy)

@@ -71,8 +71,8 @@ def test_plans_go_by_the_names_of_check(no_ranks: list[module.JudgeOptions], ran
 def test_a_shipped_checkpoint_has_a_name(
     no_ranks: list[module.JudgeOptions], shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module.mini_folder
-    monkeypatch.setattr(module, "mini_folder", lambda kind, target: real(kind, tmp_path, shipped=shipped))
+    monkeypatch.setattr("phase_parallel.launch.shipped_models.SHIPPED", shipped)
+    monkeypatch.setattr("phase_parallel.launch.shipped_models.MINI_STATE", tmp_path)
     assert main(["distil"]) == 0
     assert no_ranks[0].checkpoint == str(tmp_path / NAMES["distil"])
 

@@ -12,7 +12,7 @@ from phase_parallel.models.hunyuan_image_3.loading import LoadOptions, check_fol
 from phase_parallel.parallel.plan import make_plan
 from phase_parallel.train.errors import MiniError
 from phase_parallel.train.mini import NAMES, Kind
-from phase_parallel.train.mini_folder import SHIPPED, completed, mini_folder
+from phase_parallel.train.mini_folder import SHIPPED, mini_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -116,13 +116,6 @@ def test_the_trained_checkpoints_are_complete(kind: Kind, tmp_path: Path) -> Non
 def test_the_trained_checkpoints_stay_small() -> None:
     sizes = {path: path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()}
     assert max(sizes.values()) <= 10e6 and sum(sizes.values()) <= 14e6, sizes
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_shipped_folder_is_taken_in_its_complete_form(kind: Kind, shipped: Path, tmp_path: Path) -> None:
-    folder = completed(shipped / NAMES[kind], tmp_path, shipped=shipped)
-    check_folder(folder, make_plan("single", world_size=1), LoadOptions("fp32"))
-    assert completed(tmp_path, tmp_path, shipped=shipped) == tmp_path
 
 
 @pytest.mark.parametrize("text", ["[]", '{"weight_map": []}', '{"weight_map": {"a": []}}'])

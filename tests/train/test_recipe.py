@@ -110,6 +110,13 @@ def test_a_place_that_cannot_be_written_is_found_before_any_training(tmp_path: P
     assert f"nothing can be written into {tmp_path / 'file'} (File exists); give --out in a place that you may write to." in capsys.readouterr().err
 
 
+def test_what_draws_the_curves_is_asked_for_before_any_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("phase_parallel.train.loss_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("phase_parallel.train.cli.train", lambda *_, **__: pytest.fail("a training would have started"))
+    assert main(["train", "--out", str(tmp_path / "out"), "--device", "cpu", "--scale", "0.0001"]) == 1
+    assert "drawn with matplotlib, which is not installed; run `python -m pip install matplotlib`" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_gpu_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "out")]) == 1
